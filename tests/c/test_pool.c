@@ -22,11 +22,12 @@ static int give_lock(pthread_mutex_t *lock)
 /* A system that has less address space, and less memory; and what huge pages were asked for. */
 static int64_t most_space = INT64_MAX, memory, asked;
 static int renewing; /* 1: nothing is mapped anew; 2: and what was there is gone */
-static void *huge_at;
-static size_t huge_bytes;
+static void *huge_at, *renewed_at;
+static size_t huge_bytes, renewed_bytes;
 static void *take_space(void *at, size_t bytes, int access, int kind, int file, off_t from)
 {
     asked++;
+    if (kind & MAP_FIXED) renewed_at = at, renewed_bytes = bytes;
     if (renewing && kind & MAP_FIXED) return renewing == 2 ? munmap(at, bytes), MAP_FAILED : MAP_FAILED;
     return (int64_t)bytes > most_space ? MAP_FAILED : mmap(at, bytes, access, kind, file, from);
 }
@@ -163,7 +164,7 @@ static void test_less_space(void)
     kvc_pool *pool;
     memory = 1024 * MB;
     for (int64_t most = 32; most < 2048; most *= 2) {
-        most_space = most * MB, asked = 0;
+        most_space = (most + 2) * MB, asked = 0; /* 2 of which go back: bases are multiples of a huge page */
         if (most < 64) {
             FAILS(KVC_E_MEMORY, "no address space for a pool of 67108864 bytes", kvc_pool_new(0, &pool));
             CHECK(asked == 5); /* 1024, 512, 256, 128, 64 */
@@ -206,18 +207,41 @@ static void test_huge(void)
 }
 
 /* Memory that cannot be mapped anew serves on; where that left a hole, nobody gets it again. */
-static void test_renewing(void)
+static void test_renewing(bool shared)
 {
     kvc_pool *pool;
     int64_t offset, lost = -1;
-    OK(kvc_pool_new_shared(&pool));
+    OK(shared ? kvc_pool_new_shared(&pool) : kvc_pool_new(32 * MB, &pool));
     for (int how = 0; how < 4; how++) {
         OK(kvc_pool_alloc(pool, 8 * MB, &offset));
         CHECK(offset != lost && memset(pool->base + offset, 1, 8 * MB));
+        CHECK(shared || offset == (lost < 0 ? 0 : 8 * MB));
         renewing = how % 3;
         kvc_pool_unref(pool, offset);
         if (renewing == 2) lost = offset;
+        OK(kvc_pool_check(pool));
     }
+    renewing = 0;
+    kvc_pool_release(pool);
+}
+
+/* A huge page of an own reservation that two slabs share is mapped anew with the second. */
+static void test_renewing_by_halves(void)
+{
+    kvc_pool *pool;
+    int64_t a, b, c;
+    OK(kvc_pool_new(64 * MB, &pool));
+    OK(kvc_pool_alloc(pool, 3 * MB, &a));
+    OK(kvc_pool_alloc(pool, 5 * MB, &b));
+    OK(kvc_pool_alloc(pool, MB, &c));
+    CHECK(a == 0 && b == 3 * MB && c == 8 * MB && (uintptr_t)pool->base % (2 * MB) == 0);
+    renewed_at = NULL, renewed_bytes = 0;
+    kvc_pool_unref(pool, a);
+    CHECK(renewed_at == pool->base && renewed_bytes == (size_t)(2 * MB));
+    kvc_pool_unref(pool, c); /* half of its huge page is above the extent */
+    CHECK(renewed_at == pool->base);
+    kvc_pool_unref(pool, b);
+    CHECK(renewed_at == pool->base + 2 * MB && renewed_bytes == (size_t)(6 * MB));
     kvc_pool_release(pool);
 }
 
@@ -233,46 +257,6 @@ static void test_many_bytes(void)
     }
     for (int i = 0; i < 12; i++) CHECK(pool->base[offset[i]] == i && pool->base[offset[i] + 10 * MB - 1] == i);
     CHECK(stats_of(pool).resident == 120 * MB);
-    kvc_pool_release(pool);
-}
-
-/* A random walk over sizes, with a failing allocation now and then. Every slot holds its own number. */
-static void test_pool_walk(void)
-{
-    enum { N = 600 };
-    static const int64_t sizes[] = {1, 64, 65, 4096, 8192, 12 * 1024 + 64, 200 * 1024, 3 * MB};
-    static int64_t offsets[N], bytes[N], refs[N];
-    int64_t used = 0;
-    kvc_pool *pool;
-    OK(kvc_pool_new(160 * MB, &pool));
-    for (int step = 0; step < 6000; step++) {
-        int64_t i = random_below(step < 4000 ? N : N / 8);
-        if (!refs[i]) {
-            bytes[i] = sizes[random_below(8)];
-            kvc_alloc_fail_at(random_below(3) ? 0 : 1 + random_below(6));
-            kvc_status status = kvc_pool_alloc(pool, bytes[i], &offsets[i]);
-            kvc_alloc_fail_at(0);
-            CHECK(status == KVC_OK || status == KVC_E_MEMORY);
-            if (status != KVC_OK) continue;
-            CHECK(offsets[i] % KVC_ALIGN == 0 && offsets[i] + bytes[i] <= kvc_pool_extent(pool));
-            memcpy(pool->base + offsets[i], &i, 1);
-            pool->base[offsets[i] + bytes[i] - 1] = (uint8_t)i;
-            refs[i] = 1;
-            used += kvc_align(bytes[i]);
-        } else if (random_below(4) == 0) {
-            kvc_pool_ref(pool, offsets[i]);
-            refs[i]++;
-        } else {
-            CHECK(pool->base[offsets[i]] == (uint8_t)i && pool->base[offsets[i] + bytes[i] - 1] == (uint8_t)i);
-            CHECK(kvc_pool_refs(pool, offsets[i]) == refs[i]);
-            kvc_pool_unref(pool, offsets[i]);
-            if (!--refs[i]) used -= kvc_align(bytes[i]);
-        }
-        if (step % 50 == 0) CHECK(stats_of(pool).used == used && stats_of(pool).resident >= used);
-    }
-    for (int i = 0; i < N; i++)
-        for (; refs[i]; refs[i]--) kvc_pool_unref(pool, offsets[i]);
-    CHECK(stats_of(pool).used == 0 && stats_of(pool).resident == 0);
     kvc_pool_release(pool);
 }
 
@@ -412,9 +396,10 @@ void test_pools(void)
     test_memory_goes_back();
     test_less_space();
     test_huge();
-    test_renewing();
+    test_renewing(true);
+    test_renewing(false);
+    test_renewing_by_halves();
     test_many_bytes();
-    test_pool_walk();
     test_check_notices();
     test_pool_failures();
 }

@@ -142,8 +142,56 @@ static void test_empty_slabs(void)
     kvc_pool_release(pool);
 }
 
+/* A random walk over sizes, with a failing allocation now and then. Every slot holds its own number. */
+static void test_walk(bool shared)
+{
+    enum { N = 600 };
+    static const int64_t sizes[] = {1, 64, 65, 4096, 8192, 12 * 1024 + 64, 200 * 1024, 3 << 20};
+    static int64_t offsets[N], bytes[N], refs[N];
+    int64_t used = 0;
+    kvc_pool *pool;
+    kvc_pool_stats stats;
+    OK(shared ? kvc_pool_new_shared(&pool) : kvc_pool_new(160 << 20, &pool));
+    uint8_t *base = kvc_pool_base(pool);
+    for (int step = 0; step < 6000; step++) {
+        int64_t i = random_below(step < 4000 ? N : N / 8);
+        if (!refs[i]) {
+            bytes[i] = sizes[random_below(8)];
+            kvc_alloc_fail_at(random_below(3) ? 0 : 1 + random_below(6));
+            kvc_status status = kvc_pool_alloc(pool, bytes[i], &offsets[i]);
+            kvc_alloc_fail_at(0);
+            CHECK(status == KVC_OK || status == KVC_E_MEMORY);
+            if (status != KVC_OK) continue;
+            CHECK(offsets[i] % KVC_ALIGN == 0 && offsets[i] + bytes[i] <= kvc_pool_extent(pool));
+            memcpy(base + offsets[i], &i, 1);
+            base[offsets[i] + bytes[i] - 1] = (uint8_t)i;
+            refs[i] = 1;
+            used += kvc_align(bytes[i]);
+        } else if (random_below(4) == 0) {
+            kvc_pool_ref(pool, offsets[i]);
+            refs[i]++;
+        } else {
+            CHECK(base[offsets[i]] == (uint8_t)i && base[offsets[i] + bytes[i] - 1] == (uint8_t)i);
+            CHECK(kvc_pool_refs(pool, offsets[i]) == refs[i]);
+            kvc_pool_unref(pool, offsets[i]);
+            if (!--refs[i]) used -= kvc_align(bytes[i]);
+        }
+        if (step % 50) continue;
+        OK(kvc_pool_check(pool));
+        kvc_pool_get_stats(pool, &stats);
+        CHECK(stats.used == used && stats.resident >= used);
+    }
+    for (int i = 0; i < N; i++)
+        for (; refs[i]; refs[i]--) kvc_pool_unref(pool, offsets[i]);
+    kvc_pool_get_stats(pool, &stats);
+    CHECK(stats.used == 0 && stats.resident == 0);
+    kvc_pool_release(pool);
+}
+
 void test_spaces(void)
 {
+    test_walk(false);
+    test_walk(true);
     test_empty_slabs();
     test_blocks();
     test_pools_side_by_side();

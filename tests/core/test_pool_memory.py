@@ -36,7 +36,8 @@ def test_memory_goes_back_to_the_system() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
-def test_page_tables_go_back_too() -> None:
+@pytest.mark.parametrize("own", [0, 256 << 20])
+def test_page_tables_go_back_too(own: int) -> None:
     """Where the tables of small pages stay, no huge page fits: the next cache would do without."""
 
     def tables() -> int:
@@ -45,7 +46,7 @@ def test_page_tables_go_back_too() -> None:
     size = 9 * PAGE  # an int2 page: slabs are half a huge page
     start = tables()
     for _ in range(2):
-        pool = _C.Pool(shared=True)
+        pool = _C.Pool(own) if own else _C.Pool(shared=True)
         offsets = [pool.alloc(size) for _ in range((128 << 20) // size)]
         for offset in offsets:
             pool.arena[offset : offset + size] = 1

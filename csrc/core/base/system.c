@@ -19,8 +19,14 @@ int64_t kvc_system_space(void)
 
 void *kvc_system_reserve(int64_t bytes)
 {
-    void *base = mmap(NULL, (size_t)bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return base == MAP_FAILED ? NULL : base;
+    int64_t page = kvc_system_page(), size = (bytes + page - 1) / page * page;
+    uint8_t *base =
+        mmap(NULL, (size_t)(size + KVC_HUGE_PAGE), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) return NULL;
+    int64_t skip = (int64_t)(-(uintptr_t)base % KVC_HUGE_PAGE);
+    if (skip) munmap(base, (size_t)skip);
+    munmap(base + skip + size, (size_t)(KVC_HUGE_PAGE - skip));
+    return base + skip;
 }
 
 void kvc_system_release(void *base, int64_t bytes) { munmap(base, (size_t)bytes); }

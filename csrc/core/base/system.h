@@ -10,7 +10,8 @@ int64_t kvc_system_page(void);
 int64_t kvc_system_memory(void);
 /* Bytes of address space that the process may have, INT64_MAX if nothing limits it. */
 int64_t kvc_system_space(void);
-/* Address space without memory, or NULL. */
+#define KVC_HUGE_PAGE ((int64_t)2 << 20) /* of x86-64, and of aarch64 with pages of 4 KiB */
+/* Address space without memory, at a multiple of a huge page; or NULL. */
 void *kvc_system_reserve(int64_t bytes);
 void kvc_system_release(void *base, int64_t bytes);
 /* Makes a part of it usable; memory comes with the first touch. */

@@ -40,7 +40,7 @@ static kvc_status check_all(const kvc_pool *pool)
     int64_t hot = 0, covered = pool->space ? pool->held / pool->unit : 0; /* units */
     for (int32_t i = 0; i < pool->slab_capacity; i++)
         if (pool->slabs[i]) KVC_TRY(check_slab(pool, i, &sum, &hot));
-    for (int64_t u = 0; !pool->space && u < pool->extent / UNIT; u++) covered += slab_over(pool, u) != LIST_END;
+    for (int64_t u = 0; !pool->space && u < pool->extent / UNIT; u++) covered += slab_over(pool, u) >= 0;
     for (int32_t i = 0; i < pool->n_classes; i++) hot -= pool->classes[i].hot;
     KVC_CHECK(sum.resident == pool->resident && sum.used == pool->used && sum.slots == pool->slots &&
                   sum.slabs == pool->n_slabs && sum.reserved == pool->held && covered == pool->held / pool->unit &&

@@ -11,7 +11,6 @@
 
 enum { ORDERS = 31, STEP = 6, HUGE = 7 }; /* STEP: at least 1 MiB becomes accessible at once; HUGE: a huge page */
 #define MIN_SPACE ((int64_t)64 << 20)
-#define ALIGN (SPACE_UNIT << HUGE)
 
 typedef struct block {
     int32_t next, previous;
@@ -33,18 +32,17 @@ static kvc_status reserve(void)
     if (bytes > most) bytes = most;
     if (bytes > INT32_MAX * SPACE_UNIT) bytes = INT32_MAX * SPACE_UNIT;
     for (;; bytes /= 2) {
-        bytes = bytes < MIN_SPACE ? MIN_SPACE : bytes / ALIGN * ALIGN;
-        uint8_t *base = kvc_system_reserve(bytes + ALIGN);
+        bytes = bytes < MIN_SPACE ? MIN_SPACE : bytes / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
+        uint8_t *base = kvc_system_reserve(bytes);
         void *map = base ? kvc_system_reserve(bytes / SPACE_UNIT * entries) : NULL;
         if (map) {
-            base += -(uintptr_t)base % ALIGN;
             all.units = bytes / SPACE_UNIT;
             all.space = (kvc_space){.base = base, .bytes = bytes, .unit_slab = map};
             all.blocks = (block *)(void *)(all.space.unit_slab + all.units);
             for (int i = 0; i < ORDERS; i++) all.free[i] = LIST_END;
             return KVC_OK;
         }
-        if (base) kvc_system_release(base, bytes + ALIGN);
+        if (base) kvc_system_release(base, bytes);
         KVC_CHECK(bytes > MIN_SPACE, KVC_E_MEMORY, "out of memory: no address space for pools of %lld bytes",
                   (long long)bytes);
     }

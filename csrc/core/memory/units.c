@@ -3,6 +3,7 @@
 #include "base/system.h"
 #include "memory/pool.h"
 
+#define LOST (-2)     /* a unit that the system has taken away: of no slab, and never free again */
 #define SLAB_SLOTS 16 /* slots of a slab, about */
 #define SLAB_PART 64  /* no slab takes more of the pool's units than one in so many, if a slot fits */
 
@@ -64,6 +65,11 @@ kvc_status kvc_units_place(kvc_pool *pool, slab *s)
     return KVC_OK;
 }
 
+static void mark(kvc_pool *pool, int64_t from, int64_t to, int32_t as)
+{
+    for (int64_t u = from; u < to; u++) atomic_store_explicit(&pool->unit_slab[u], as, memory_order_relaxed);
+}
+
 kvc_status kvc_units_reach(kvc_pool *pool, int64_t extent)
 {
     int64_t more = extent - pool->extent;
@@ -75,8 +81,7 @@ kvc_status kvc_units_reach(kvc_pool *pool, int64_t extent)
     KVC_CHECK(!kvc_alloc_must_fail() && kvc_system_use(pool->base + pool->extent, more), KVC_E_MEMORY,
               "out of memory: the system gives no %lld bytes to the pool; evict or use a smaller format",
               (long long)more);
-    for (int64_t u = pool->extent / UNIT; u < extent / UNIT; u++)
-        atomic_store_explicit(&pool->unit_slab[u], LIST_END, memory_order_relaxed);
+    mark(pool, pool->extent / UNIT, extent / UNIT, LIST_END);
     pool->extent = extent;
     return KVC_OK;
 }
@@ -86,13 +91,30 @@ void kvc_units_back(kvc_pool *pool, const slab *s)
     if (pool->space) kvc_space_give(s->first_unit, order_of(s->units));
 }
 
+static bool all_free(const kvc_pool *pool, int64_t from, int64_t to)
+{
+    bool free = to <= pool->extent / UNIT;
+    for (int64_t u = from; free && u < to; u++) free = slab_over(pool, u) == LIST_END;
+    return free;
+}
+
+/* Of an own reservation: given back in parts, a huge page leaves a table of small ones. */
+static void renew(kvc_pool *pool, int64_t from, int64_t to)
+{
+    int64_t per = KVC_HUGE_PAGE / UNIT, first = from / per * per, last = round_up(to, per);
+    if (!all_free(pool, first, from)) first += per;
+    if (!all_free(pool, to, last)) last -= per;
+    if (first < last && !kvc_system_renew(pool->base + first * UNIT, (last - first) * UNIT))
+        mark(pool, first, last, LOST);
+}
+
 void kvc_units_give(kvc_pool *pool, const slab *s)
 {
     uint8_t *at = pool->base + s->first_unit * pool->unit;
     kvc_system_give_back(at, s->units * pool->unit);
-    for (int64_t u = 0; u < s->units; u++)
-        atomic_store_explicit(&pool->unit_slab[s->first_unit + u], LIST_END, memory_order_relaxed);
+    mark(pool, s->first_unit, s->first_unit + s->units, LIST_END);
     pool->held -= s->units * pool->unit;
     if (pool->space && s->huge) kvc_system_expect_much(at, s->units * pool->unit, false); /* small ones may be next */
+    if (!pool->space) renew(pool, s->first_unit, s->first_unit + s->units);
     kvc_units_back(pool, s);
 }
