@@ -1,4 +1,4 @@
-"""What the ops cannot see, or see too late, is checked here: one place for the texts (expected, got, hint)."""
+"""Checks of arguments that the ops cannot check, or only too late, with their error messages (expected, got, hint)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _DEVICES = ("cpu", "cuda")  # whose tensors hold data
 
 
 class ProcessBound:
-    """Of what belongs to this process (pages, files, threads): to pickle it is a TypeError that says what to do
-    `instead`, and so is to copy it, unless the class says how."""
+    """Mixin for objects that cannot leave this process (pages, files, threads): pickling raises a TypeError that
+    suggests `instead`, and so does copying, unless the class defines it."""
 
     def __init_subclass__(cls, instead: str = "", **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -32,7 +32,7 @@ class ProcessBound:
 
 
 class InstanceProperty(property):
-    """A property that the class itself has not: whoever takes the class for one of its objects is told."""
+    """A property with a clear error if it is read from the class instead of an object."""
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None and owner is not None:
@@ -42,7 +42,7 @@ class InstanceProperty(property):
 
 
 def integer(name: str, value: Any, least: int, most: int = _LONGEST) -> int:
-    """`value` as an int from `least` to `most`."""
+    """`value` as an int, checked to be from `least` to `most`."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if not least <= value <= most:
@@ -56,16 +56,16 @@ def path(who: str, value: Any) -> Path:
     if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
         raise TypeError(f"{who}: path: expected the path of a file (str or pathlib.Path), got {type(value).__name__}")
     if not Path(value).name:
-        raise ValueError(f"{who}: path: expected the path of a file, got {os.fspath(value)!r}, which names none")
+        raise ValueError(f"{who}: path: expected the path of a file, got {os.fspath(value)!r}, which has no file name")
     return Path(value)
 
 
 def cropped(tokens_to_remove: Any) -> int:
-    """What `crop` takes (a tensor of one element will do): 0, or -n for the last n."""
+    """The argument of `crop` (or a tensor of one element): 0, or -n to remove the last n slots."""
     one = isinstance(tokens_to_remove, torch.Tensor) and tokens_to_remove.numel() == 1
     removed = integer("crop: tokens_to_remove", tokens_to_remove.item() if one else tokens_to_remove, -_LONGEST)
     if removed > 0:
-        raise ValueError(f"crop: expected 0 or a negative number, got {removed}; -n forgets the last n")
+        raise ValueError(f"crop: expected 0 or a negative number, got {removed}; -n removes the last n slots")
     return removed
 
 
@@ -77,20 +77,20 @@ def flag(name: str, value: Any) -> bool:
 
 
 def number(name: str, value: Any, least: float = -_LARGEST, most: float = _LARGEST) -> float:
-    """`value` (a tensor of one element will do) as a float from `least` to `most`."""
+    """`value` (or a tensor of one element) as a float, checked to be from `least` to `most`."""
     if type(value) is not float and (
         isinstance(value, bool) or not isinstance(value, (int, float, np.floating, torch.Tensor))
     ):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise ValueError(f"{name}: expected a number, got a tensor {list(value.shape)}")
-    if not least <= value <= most:  # nor is NaN
+    if not least <= value <= most:  # False for NaN
         raise ValueError(f"{name}: expected a number from {least:g} to {most:g}, got {value}")
     return float(value)
 
 
 def listed(name: str, value: Any, what: str) -> list[Any]:
-    """`value`, a list of `what` or another sequence of them, as a list; a text is none."""
+    """`value`, a sequence of `what` but not a str, as a list."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
         raise TypeError(
             f"{name}: expected a list of {what}, got {value if isinstance(value, str) else type(value).__name__}"
@@ -99,7 +99,7 @@ def listed(name: str, value: Any, what: str) -> list[Any]:
 
 
 def choice(name: str, value: Any, known: tuple[str, ...]) -> str:
-    """`value`, one of `known`."""
+    """`value`, checked to be one of `known`."""
     if value not in known:
         raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
     return value
@@ -147,16 +147,16 @@ def attention(
         and type(softcap) is float
     )  # fmt: skip
     if usual and -_LARGEST <= scale <= _LARGEST and 0 <= window <= _LONGEST and 0 <= softcap <= _LARGEST:
-        return scale, window, softcap  # as a layer and step have it
+        return scale, window, softcap  # fast path, once per layer and step
     tensor("q", q, "[B, Hq, T, Dk]", device)
     if q.shape[3] != dim:
-        raise ValueError(f"PagedKV: q: expected the head dim of k (and of v, for latents), {dim}, got {list(q.shape)}")
+        raise ValueError(f"PagedKV: q: expected a last dim of {dim}, as k has (latents: k and v), got {list(q.shape)}")
     return number("scale", scale), integer("window", window, 0), number("softcap", softcap, 0)
 
 
 def transforms() -> bool:
-    """Is torch.func (vmap, jvp, grad) at work, or forward-mode AD?"""
-    if torch.compiler.is_dynamo_compiling():  # which has stacks of its own
+    """True inside torch.func transforms (vmap, jvp, grad) or forward-mode AD."""
+    if torch.compiler.is_dynamo_compiling():  # it has its own stacks
         return False
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -166,13 +166,13 @@ def _untransformed(name: str, x: torch.Tensor) -> None:
     if mapped or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None):
         what = "of torch.func (vmap, jvp, grad)" if mapped else "with a tangent (forward-mode AD)"
         raise ValueError(
-            f"PagedKV: {name}: expected a plain tensor, got one {what}, which pages cannot carry; run the model "
-            "without a KVCache there, its batch as a batch"
+            f"PagedKV: {name}: expected a plain tensor, got one {what}, which pages do not support; run the model "
+            "without a KVCache there, and pass a batch instead of using vmap"
         )
 
 
 def tensor(name: str, x: Any, shape: str, device: torch.device) -> None:
-    """x is a dense 4-D tensor on the device, outside autograd, with rows and tokens."""
+    """Checks that x is a dense, non-empty 4-D tensor on the device that does not require grad."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"PagedKV: {name}: expected a tensor {shape}, got {type(x).__name__}")
     if transforms():
@@ -193,10 +193,10 @@ def tensor(name: str, x: Any, shape: str, device: torch.device) -> None:
 def side(
     name: str, x: torch.Tensor, letters: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """x is K or V, a `tensor` of the given shape and dtype, its last dim contiguous."""
+    """Checks that x is K or V: as `tensor`, with the given shape and dtype, and a contiguous last dim."""
     usual = isinstance(x, torch.Tensor) and x.shape == shape and x.dtype == dtype and x.stride(3) == 1
     if usual and not transforms() and x.device == device and not x.requires_grad and x.numel():
-        return  # two of these a layer and step
+        return  # fast path, twice per layer and step
     tensor(name, x, letters, device)
     if x.shape != shape:
         raise ValueError(f"PagedKV: {name}: expected {list(shape)}, got {list(x.shape)}")
@@ -209,7 +209,7 @@ def side(
 
 
 def own_mask(mask: Any, batch: int, T: int) -> torch.Tensor | None:
-    """mask as contiguous bool [B, T]; None if there is no pad in it."""
+    """mask as contiguous bool [B, T]; None if it has no padding."""
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor):
@@ -231,5 +231,5 @@ def aux(s_aux: Any, heads: int) -> torch.Tensor:
 
 
 def as_tensor(x: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """x as a tensor: where it is if it is one, else on the CPU, whatever torch's default device."""
+    """x as a tensor: a tensor stays on its device, other data goes to the CPU, regardless of the default device."""
     return torch.as_tensor(x, dtype=dtype, device=x.device if isinstance(x, torch.Tensor) else "cpu")

@@ -1,5 +1,4 @@
-"""Files: written by this process alone until they have the name that others read; safetensors files to read; the CUDA
-library."""
+"""Files: atomic writes, reading safetensors files, finding the CUDA library."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from typing import IO, Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file of a name that nobody can foresee, next to `path`. It takes the place of `path` when the block ends, whole
-    and on the disk; it is removed if the block raises. Of several that write one path the last to end wins."""
+    """Context manager to write `path` atomically: yields a temporary file with an unpredictable name in the same
+    folder, which replaces `path`, synced to disk, when the block ends. If the block raises, it is removed."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
-    with open(temporary, "xb") as file:  # O_EXCL: no file that is there, and no link, is written
+    with open(temporary, "xb") as file:  # O_EXCL: never overwrites a file or follows a link
         try:
             yield file
             file.flush()
@@ -28,28 +27,28 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # and its name
+        os.fsync(folder)  # syncs the file's name
     finally:
         os.close(folder)
 
 
 @contextmanager
 def safetensors(path: str | os.PathLike[str], refuse: Callable[[str], ValueError]) -> Iterator[Any]:
-    """A safetensors file to read. Raises OSError if it cannot be read; what `refuse` makes of the reason if it is none,
-    or has another length meanwhile."""
+    """Context manager to read a safetensors file. Raises OSError if it cannot be read, `refuse(reason)` if it is
+    invalid or truncated while it is open."""
     from safetensors import SafetensorError, safe_open
 
-    with open(path, "rb"):  # safetensors' own errors for files that cannot be read are of other types
+    with open(path, "rb"):  # OSError for unreadable files; safetensors raises other types
         pass
     try:
         with safe_open(path, "pt") as file:
             yield file
     except (SafetensorError, RuntimeError) as error:
-        raise refuse(f"no safetensors file, or a damaged one, perhaps cut short ({error})") from None
+        raise refuse(f"no safetensors file, or a damaged or truncated one ({error})") from None
 
 
 def cuda_library() -> Path | None:
-    """The kernels for GPUs: of this build, or of the package kvcompress-cuda; None without."""
+    """The library with CUDA kernels, of this build or of the package kvcompress-cuda; None if there is none."""
     other = importlib.util.find_spec("kvcompress_cuda")
     folders = [Path(__file__).parent, *map(Path, (other and other.submodule_search_locations) or [])]
     return next((x for x in (folder / "libkvcompress_cuda.so" for folder in folders) if x.exists()), None)

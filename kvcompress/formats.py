@@ -1,6 +1,6 @@
-"""Page formats: the table of csrc/core/formats.def, and the names that users write.
+"""Page formats: the table of csrc/core/formats.def and the public names.
 
-The public name "raw" stands for the raw format of a dtype; all others name one format each.
+"raw" is the raw format of the cache's dtype; every other name is one format.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from typing import Any, NamedTuple
 from kvcompress import _C
 
 ALIGN = 64
-"""Bytes that pages are aligned to."""
-OPEN_RAW = 1 << 31  # of `formats` of the attend ops: pages that are not full are raw
+"""Alignment of pages in bytes."""
+OPEN_RAW = 1 << 31  # flag in the argument `formats` of the attend ops: pages that are not full are raw
 
 TABLE: tuple[dict, ...] = _C.formats()
-"""One dict a format: code, name, bits, group, keys, rotated, calibrated, dim_multiple, about: see formats.def."""
+"""One dict per format: code, name, bits, group, keys, rotated, calibrated, dim_multiple, about; see formats.def."""
 
 CODES: dict[str, int] = {row["name"]: row["code"] for row in TABLE}
 _RAW = {"float32": CODES["raw_f32"], "float16": CODES["raw_f16"], "bfloat16": CODES["raw_bf16"]}
 
 MAX_DIM: int = _C.KVC_MAX_DIM
-"""The widest head that pages take."""
+"""The largest head dim that pages support."""
 
 CALIBRATED: tuple[str, ...] = tuple(row["name"] for row in TABLE if row["calibrated"])
-"""Formats of rows in calibrated coordinates: `KVCache` takes them with `calibration=`."""
+"""Formats for calibrated K and V: `KVCache` accepts them with `calibration=`."""
 
 NAMES: tuple[str, ...] = ("raw", *(x for x in CODES if not x.startswith("raw_") and x not in CALIBRATED))
-"""The names that `key=` and `value=` take as they are."""
+"""The names that `key=` and `value=` accept without a calibration."""
 
 
 def raw(dtype: object) -> int:
-    """Code of the raw format that stores `dtype` (a torch or NumPy dtype).
+    """Code of the raw format for `dtype` (a torch or NumPy dtype).
 
-    Raises TypeError for a dtype that no cache has.
+    Raises TypeError for a dtype that caches do not support.
     """
     code = _RAW.get(str(dtype).removeprefix("torch."))
     if code is None:
@@ -41,9 +41,9 @@ def raw(dtype: object) -> int:
 
 
 def resolve(name: str, dtype: object) -> int:
-    """Code of the page format `name` in a cache of `dtype`; "raw" gives the raw format of the dtype.
+    """Code of the page format `name` in a cache of `dtype`; "raw" is the raw format of the dtype.
 
-    Raises ValueError, with the valid names, for an unknown one.
+    Raises ValueError for an unknown name.
     """
     if name == "raw":
         return raw(dtype)
@@ -55,7 +55,7 @@ def resolve(name: str, dtype: object) -> int:
 
 
 def bits(name: str) -> int:
-    """Bits of a format's codes; of "raw" those of half precision."""
+    """Bits per code of a format; 16 for "raw"."""
     return TABLE[resolve(name, "float16")]["bits"]
 
 
@@ -66,51 +66,51 @@ def name_of(code: int) -> str:
 
 
 def entry_of(offset: Any, pair: Any) -> Any:
-    """Block table entries (`kvc_entry` in page.h) of pages at `offset` in formats `pair`; integers or arrays."""
+    """Block table entries (`kvc_entry` in page.h) for pages at `offset` in formats `pair`; integers or arrays."""
     return offset // ALIGN << 16 | pair
 
 
 def block_of(entry: Any) -> Any:
-    """Which blocks of ALIGN bytes entries name; in files, where pages are numbered, which page."""
+    """Page offset of entries in blocks of ALIGN bytes; in files, the page number."""
     return entry >> 16
 
 
 def offset_of(entry: Any) -> Any:
-    """Bytes from the arena's begin to the pages that entries name."""
+    """Offset of the pages of entries in the arena, in bytes."""
     return block_of(entry) * ALIGN
 
 
 def pair_of(entry: Any) -> Any:
-    """Codes of K's and V's format in entries: key << 8 | value."""
+    """Formats of K and V in entries, as key << 8 | value."""
     return entry & 0xFFFF
 
 
 def page_bytes(key: int, value: int, key_dim: int, value_dim: int | None = None, page_size: int = 64) -> int:
-    """Bytes of a page of one KV head, metadata included."""
+    """Size in bytes of a page of one KV head, metadata included."""
     return _C.page_bytes(key, value, key_dim, value_dim or key_dim, page_size)
 
 
 class Geometry(NamedTuple):
-    """A page as an engine's blocks hold it; see `page_geometry`."""
+    """Layout of a page in the blocks of an engine; see `page_geometry`."""
 
     key: int
     """Format codes of K and V."""
     value: int
     head_bytes: int
-    """Of a page of one head."""
+    """Bytes of a page of one head."""
     page_bytes: int
-    """Of all heads."""
+    """Bytes of a page of all heads."""
     residual_bytes: int
-    """Of a raw page of all heads, where a sequence's newest tokens lie until the page is sealed; 0 for formats that are
-    appended to in place."""
+    """Bytes of a raw page of all heads for the newest tokens of a sequence (residual tokens), until the page is sealed;
+    0 for formats that are appended to in place."""
 
 
 def page_geometry(
     format: str, heads: int, head_dim: int, *, dtype: object, value_dim: int | None = None, page_size: int = 64
 ) -> Geometry:
-    """What an engine has to know to give pages room in blocks of its own (`kvcompress.ops.attend_varlen`).
+    """Formats and sizes in bytes for an engine that stores pages in its own blocks (`kvcompress.ops.attend_varlen`).
 
-    format: "int8", or "int8/int4" for K and V. Raises ValueError for formats, dims and page sizes that do not exist.
+    format: "int8", or "int8/int4" for K and V. Raises ValueError for unsupported formats, dims and page sizes.
     """
     key, value = (resolve(name, dtype) for name in (format.split("/") * 2)[:2])
     sizes = _C.page_geometry(key, value, raw(dtype), heads, head_dim, value_dim or head_dim, page_size)
@@ -118,20 +118,20 @@ def page_geometry(
 
 
 def effective_bits(code: int, head_dim: int, page_size: int = 64, *, key: bool = True) -> float:
-    """Bits per element of K (or of V) in a page, all metadata counted, and what a head dim is filled up with."""
+    """Bits per element of K (or of V) in a page, including metadata and the padding of the head dim."""
     filled = head_dim + -head_dim % TABLE[code]["dim_multiple"]
     return 8 * _C.side_bytes(code, key, filled, page_size) / (page_size * head_dim)
 
 
 def metadata(code: int, head_dim: int) -> tuple[int, str]:
-    """(elements of metadata of a row, their dtype's name): scales and zero points, group by group."""
+    """(number of metadata elements per row, name of their dtype): scales and zero points, group by group."""
     row = TABLE[code]
     groups = head_dim // row["group"] if row["group"] else 1
     return groups * (2 if row["zero_point"] else 1), "uint8" if row["block_scale"] else "float16"
 
 
 def granularity(code: int) -> str:
-    """What shares a scale in a page of this format: of K, then of V where that differs."""
+    """The elements that share a scale in this format: of K, then of V if that differs."""
     row = TABLE[code]
     if row["name"].startswith("raw_"):
         return "none"
@@ -140,13 +140,14 @@ def granularity(code: int) -> str:
 
 
 def movable(code: int) -> bool:
-    """True if a token can leave its page as it is; False if K's metadata is over the page (centroid or channels)."""
+    """True if tokens can move to another page without requantization; False if metadata of K is shared by the page
+    (centroid or channel scales)."""
     return TABLE[code]["keys"] == "token"
 
 
 def matrix(head_dim: int = 128) -> list[dict]:
-    """One dict a format: name, bits, effective bits of K and V at `head_dim`, granularity, head dims that it takes
-    (multiples, up to `MAX_DIM`), devices, kernel levels of this CPU, movable, what it is."""
+    """One dict per format: name, bits, effective bits of K and V at `head_dim`, granularity, supported head dims
+    (multiples, up to `MAX_DIM`), devices, kernel levels of this CPU, movable, description."""
     return [
         {
             "name": row["name"],

@@ -1,4 +1,4 @@
-"""PagedKV: the keys and values of one attention layer in pages. No model, no transformers."""
+"""PagedKV: paged and compressed keys and values of one attention layer. Independent of transformers."""
 
 from __future__ import annotations
 
@@ -26,45 +26,46 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class PagedKV(LayerStore, DisplayMixin):
-    """Keys and values of one layer, in pages: full pages sealed in `key`/`value` format, the newest ones raw.
+    """Keys and values of one attention layer in pages. Full pages are sealed, that is compressed to the `key`/`value`
+    format; the newest tokens stay raw.
 
     Shapes: B batch, H KV heads, Hq query heads (a multiple of H), T new tokens, D head dim (Dk, Dv). A *slot*
-    is an index in the padded sequence; `seen` counts slots, pads included; pads are never stored.
+    is an index in the padded sequence; `seen` counts slots, padding included; padding is never stored.
 
     Args:
         num_kv_heads: H.
-        head_dim: Dk, up to 576. Pages hold a multiple of 16 (some formats: of 32); zeros fill it up.
-        key: format of sealed K pages: a name out of `kvcompress.formats.NAMES`.
-        value: format of sealed V pages; the same as `key` if None.
-        value_dim: Dv; `head_dim` if None.
+        head_dim: Dk, up to 576; stored zero-padded to a multiple of 16 (of 32 in some formats).
+        key: format of sealed K pages, one of `kvcompress.formats.NAMES`.
+        value: format of sealed V pages. Default: `key`.
+        value_dim: Dv. Default: `head_dim`.
         batch: B.
-        dtype: of k and v, and of residual pages: float32, float16 or bfloat16.
-        device: "cpu", or a GPU where the build has CUDA kernels (docs/cuda.md).
-        page_size: tokens of a page, a multiple of 16.
-        sinks: first tokens of each row, never quantized; the policy's sinks if None, 4 without a policy.
-        residual_length: newest tokens that stay raw at least. None: those of the newest page. 0: none, tokens go
-            straight into sealed pages (8-bit formats).
-        spans, span_tokens: formats by position, in place of key and value; see `quantization.mixed_precision.Spans`.
-        policy: which tokens stay (`kvcompress.policies`); all if None. Evictions follow calls.
-        layer: (number of this layer, how many there are), for policies that tell layers apart.
-        window: slots that a query sees, itself included: pages that no query can see any more are freed, and
-            `crop` goes back to the beginning of the last call, if that had at most a page. 0: all slots. Wants no
-            sinks, spans or policy.
-        chunked: the window is not around each query: rows are cut into chunks of `window` tokens (a multiple of
-            page_size), of which each sees itself alone (Llama 4).
+        dtype: of k, v and raw pages: float32, float16 or bfloat16.
+        device: "cpu", or a GPU if the build has CUDA kernels (docs/cuda.md).
+        page_size: tokens per page, a multiple of 16.
+        sinks: number of first tokens of each row that are never quantized. Default: the policy's; 4 without a policy.
+        residual_length: minimum number of newest tokens that stay raw. None: those of the newest page. 0: none; tokens
+            are written to sealed pages directly (8-bit formats only).
+        spans, span_tokens: formats by position, instead of key and value; see `quantization.mixed_precision.Spans`.
+        policy: eviction policy (`kvcompress.policies`), applied after each call. None keeps all tokens.
+        layer: (index of this layer, number of layers), for policies that treat layers differently.
+        window: size of the sliding window in slots, the query included; 0: full attention. Pages outside of the window
+            are freed. `crop` can go back to the start of the last call if that had at most page_size tokens. Excludes
+            sinks, spans and policy.
+        chunked: chunked attention (Llama 4): queries see their own chunk of `window` tokens (a multiple of page_size)
+            instead of a sliding window.
         rope: float64 [Dk / 2], frequencies of the model's RoPE, for policies with positions="cache".
-        pool: the `_C.Pool` to take pages from, shared between layers; a new one if None.
-        basis: coordinates that rows are stored in (`kvcompress.quantization.calibration`): attention is the same, and
-            formats lose less where it matters. `cal2` is made for rows in such coordinates.
-        latent: latent attention (MLA): k is a token's latent and v the rotary part of its key. `attend` takes q of Dk +
-            Dv dims and returns Dk, sums of latents. One KV head; on the CPU.
+        pool: the `_C.Pool` to allocate pages from, shared between layers. Default: a new one.
+        basis: basis to store K and V in (`kvcompress.quantization.calibration`). Attention is unchanged;
+            quantization errors become smaller where attention is sensitive to them. `cal2` is designed for it.
+        latent: multi-head latent attention (MLA): k is the latent of a token, v the rotary part of its key. `attend`
+            takes q with Dk + Dv dims and returns weighted sums of latents (Dk dims). One KV head; CPU only.
 
-    Every method either succeeds or raises (ValueError, TypeError, MemoryError) and changes nothing.
+    A method that raises (ValueError, TypeError, MemoryError) leaves the layer unchanged.
     """
 
     op = staticmethod(ops.attend)
     dense_op = staticmethod(sdpa.attend)
-    """What attends in long calls on a GPU, in place of `op`, which then only appends; see `kvcompress.sdpa`."""
+    """Attention for long calls on a GPU; `op` then only appends. See `kvcompress.sdpa`."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class PagedKV(LayerStore, DisplayMixin):
     # ------------------------------------------------------------------ work
 
     def check_pair(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended (NaN is not looked for)."""
+        """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] can be appended. Does not check for NaN."""
         store = self.page_store
         if store.takes(k, v):
             return
@@ -136,13 +137,13 @@ class PagedKV(LayerStore, DisplayMixin):
         s_aux: torch.Tensor, window: int, scale: float, softcap: float, return_attention: bool = False,
         quick: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """plan -> op -> commit, and what follows. quick: `table.step` may take the call, and looks at q, scale and
-        softcap, which nobody has checked."""
+        """plan -> op -> commit, then eviction. quick: `table.step` may handle the call; q, scale and softcap are not
+        checked yet, since it checks them itself."""
         if self.eviction:
             self.eviction.evict_deferred()
         store = self.page_store
         return_attention |= bool(self.eviction and self.eviction.wants_attention(k.shape[2]))
-        other = return_attention or self.offload or (store.spans and not store.seen)  # which are placed first
+        other = return_attention or self.offload or (store.spans and not store.seen)  # spans are placed first
         found = store.table.step(q, k, v, scale, window, softcap, store.maps) if quick and not other else None
         result = found and (*found, store.no_attention)
         if result is None:
@@ -160,7 +161,7 @@ class PagedKV(LayerStore, DisplayMixin):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
         s_aux: torch.Tensor, window: int, scale: float, softcap: float, width: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Whatever goes wrong on the way, the table is put back."""
+        """plan -> op -> commit through torch's dispatcher; rolls the table back on any error."""
         store = self.page_store
         table, given = store.table, store.as_given
         seen, seals = table.seen, None
@@ -179,8 +180,8 @@ class PagedKV(LayerStore, DisplayMixin):
             )  # fmt: skip
             self.commit(held)
         except BaseException as error:
-            # A plan that failed has put itself back, and one that is there now is another thread's; but Ctrl-C may
-            # come right after ours.
+            # A plan that failed has rolled itself back, and a plan that is open now is another thread's; but Ctrl-C
+            # may come right after ours.
             if seals is not None or not isinstance(error, Exception):
                 table.rollback()
             raise
@@ -191,11 +192,11 @@ class PagedKV(LayerStore, DisplayMixin):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, s_aux: torch.Tensor,
         seals: torch.Tensor, seen: int, window: int, scale: float, softcap: float, width: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """The op, on pages that are fetched where they are offloaded, or stay there."""
+        """The op. Offloaded pages are fetched first, or attended in place."""
         call = (self.op, q, k, v, mask, s_aux, seals, seen, window, scale, softcap, width)
         if not self.offload:
             return self.page_store.attend(*call)
-        if self.offload.stays(q.shape[2], k.shape[2], window, width):
+        if self.offload.can_attend_in_place(q.shape[2], k.shape[2], window, width):
             return in_place.attend(self.offload, self.op, q, k, v, mask, s_aux, seals, seen, scale, softcap)
         with self.offload.present():
             return self.page_store.attend(*call)
@@ -203,8 +204,8 @@ class PagedKV(LayerStore, DisplayMixin):
     def _attend_dense(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """out and lse of a long call on a GPU, before anything is stored, if its queries see the whole past and torch's
-        kernels take it. None: the op is to attend."""
+        """out and lse of a long call on a GPU, computed by torch's kernels before anything is stored. None if they do
+        not support it (queries that do not see all of the past, among others): the op then attends."""
         store = self.page_store
         if (
             store.device.type == "cpu" or self.offload or not store.as_given or store.latent
@@ -216,8 +217,7 @@ class PagedKV(LayerStore, DisplayMixin):
     def append(self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Stores k [B, H, T, Dk] and v [B, H, T, Dv] at slots seen .. seen + T - 1.
 
-        mask: bool [B, T], True for tokens, False for pads, which take a slot but are not stored. None: all
-            tokens.
+        mask: bool [B, T], True for tokens, False for padding, which takes a slot but is not stored. None: no padding.
         """
         self.check_pair(k, v)
         mask = checks.own_mask(mask, self.batch, k.shape[2])
@@ -227,9 +227,9 @@ class PagedKV(LayerStore, DisplayMixin):
     def append_dense(
         self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, start: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`append`, and dense K, V of the slots from `start` on as `attend` sees them in the same call: own tokens
-        exact, the page that the call fills raw even where it is sealed in the end, zeros at pads. Under a policy
-        stored tokens are as they were before the call, which `attend` may seal first."""
+        """`append`, then returns dense K and V of the slots from `start` on, as `attend` would see them in this call:
+        the new tokens are exact, the page that the call fills is still raw, padding is zero. With a policy, stored
+        tokens are read before the append, while `attend` may seal pages first."""
         self.check_pair(k, v)
         mask = checks.own_mask(mask, self.batch, k.shape[2])
         if mask is not None:
@@ -268,27 +268,26 @@ class PagedKV(LayerStore, DisplayMixin):
         s_aux: torch.Tensor | None = None,
         return_attention: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """Causal attention by slot; with k and v also appends them, in the same call.
+        """Causal attention over all stored tokens. With k and v, also appends them, in the same call.
 
         Args:
-            q: [B, Hq, T, Dk], the last T slots (those of k and v if given). float32, float16 or bfloat16. [B, Hq, T, Dk
-                + Dv] in a layer of latents, whose out has Dk dims.
-            k, v: [B, H, T, Dk] and [B, H, T, Dv] to append; q attends to them exactly, before they are
-                quantized.
-            mask: bool [B, T], True for tokens, False for pads (see `append`); only with k and v.
-            scale: of the scores; 1 / sqrt(dims of q) if None (a model with MLA has another).
-            window: slots that a query sees, itself included; 0 for the layer's own window, or all.
-            softcap: scores become softcap * tanh(score / softcap); 0 for none.
-            s_aux: fp32 [Hq], a logit per query head that takes probability and gives no value.
-            return_attention: also return the attention that each stored token got.
+            q: [B, Hq, T, Dk], queries of the last T slots (those of k and v if given): float32, float16 or bfloat16.
+                With `latent`: [B, Hq, T, Dk + Dv].
+            k, v: [B, H, T, Dk] and [B, H, T, Dv] to append; q attends to their exact values, before quantization.
+            mask: bool [B, T], True for tokens, False for padding (see `append`); only with k and v.
+            scale: softmax scale. Default: 1 / sqrt(last dim of q), which is not that of a model with MLA.
+            window: sliding window in slots, the query included; 0: the layer's own window, or all.
+            softcap: scores become softcap * tanh(score / softcap); 0: off.
+            s_aux: float32 [Hq], attention-sink logit of each query head: enters the softmax, adds no value.
+            return_attention: also return the attention that each stored token received.
 
         Returns:
-            out [B, Hq, T, Dv] in q's dtype (zeros where a query sees nothing), and lse fp32 [B, Hq, T], the
-            natural log of the sum of exp(score), without s_aux; -inf where a query sees nothing. NaN in both
-            where q has NaN or Inf, or scores overflow. With `return_attention` also fp32 [B, H, N], N the tokens of the
-            longest row after the call, in stored order, own tokens last: the sum over T and the group of
-            exp(score - lse), what H2O accumulates (Zhang et al. 2023, section 4); 0 behind a row's last token.
-            Tokens cropped out of a sealed page, or evicted from page-bound formats, keep their place, with 0.
+            out [B, Hq, T, Dv] in q's dtype (Dk dims with `latent`), zero for queries that see no token; lse float32
+            [B, Hq, T], the natural log of the sum of exp(score), without s_aux, -inf for queries that see no token.
+            Both are NaN where q has NaN or Inf, or scores overflow. With `return_attention` also float32 [B, H, N]: for
+            each of the N tokens of the longest row, in stored order and the new tokens last, the sum of exp(score -
+            lse) over T and the query heads of a group, as H2O accumulates it (Zhang et al. 2023, section 4); 0 after
+            the last token of a shorter row, and for tokens cropped from a sealed page or evicted in page-bound formats.
         """
         if k is not None and v is not None:
             self.check_pair(k, v)
@@ -300,12 +299,12 @@ class PagedKV(LayerStore, DisplayMixin):
         scale: float | None, window: int = 0, softcap: float = 0.0, s_aux: torch.Tensor | None = None,
         return_attention: bool = False,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """`attend`, of k and v that `check_pair` has passed, but out [B, T, Hq, Dv]."""
+        """`attend` with k and v that have passed `check_pair`; returns out as [B, T, Hq, Dv]."""
         store, scale = self.page_store, self.page_store.scale if scale is None else scale
         quick = (
             k is not None and v is not None and mask is None and s_aux is None and self.op is ops.attend
             and type(window) is int and 0 <= window < 1 << 31 and store.can_step()
-            and not (self.eviction and self.eviction.late)  # a wrong call does not even evict
+            and not (self.eviction and self.eviction.overdue)  # a wrong call does not even evict
         )  # fmt: skip
         if not quick:
             scale, window, softcap = self._checked(q, k, scale, window, softcap)
@@ -319,9 +318,9 @@ class PagedKV(LayerStore, DisplayMixin):
                 self.end_call()
             return out, *rest[: 1 + return_attention]
         if k is not None or v is not None or mask is not None:
-            raise ValueError("PagedKV: expected k and v together, mask only with them; got one without the other")
+            raise ValueError("PagedKV: expected k and v together, and mask only with both; got one without the others")
         if q.shape[2] > self.seen:
-            raise ValueError(f"PagedKV: q: expected at most the {self.seen} slots seen, got {q.shape[2]}")
+            raise ValueError(f"PagedKV: q: expected at most {self.seen} queries, one per slot seen, got {q.shape[2]}")
         no_k, no_v = store.empties()
         out, *rest = self._attend(
             store.query(q), no_k, no_v, store.no_mask, aux, store.no_seals, self.seen,
@@ -332,16 +331,16 @@ class PagedKV(LayerStore, DisplayMixin):
     def _checked(
         self, q: torch.Tensor, k: torch.Tensor | None, scale: Any, window: Any, softcap: Any
     ) -> tuple[float, int, float]:
-        """(scale, window, softcap) of a call with q, and with k if it brings tokens."""
+        """Checks q against the layer and against k, if given; returns (scale, window, softcap)."""
         store = self.page_store
         numbers = checks.attention(q, store.query_dim, store.device, scale, window, softcap)
         if k is not None and q.shape[2] != k.shape[2]:
-            raise ValueError(f"PagedKV: q: expected {k.shape[2]} tokens as k has, got {q.shape[2]}")
+            raise ValueError(f"PagedKV: q: expected {k.shape[2]} tokens, as in k, got {q.shape[2]}")
         return numbers
 
     def dense(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """K [B, H, seen - start, Dk] and V [B, H, seen - start, Dv] by slot from `start` on, decoded, in the layer's
-        dtype; what is not stored (pads) is zero. New tensors."""
+        """Decoded K [B, H, seen - start, Dk] and V [B, H, seen - start, Dv] of the slots from `start` on, in the
+        layer's dtype; zero at slots that are not stored (padding, evicted tokens). Always new tensors."""
         start = checks.integer("start", start, 0, self.seen)
         with self.present():
             return self.page_store.dense(start)
@@ -349,40 +348,39 @@ class PagedKV(LayerStore, DisplayMixin):
     # ------------------------------------------------------------------ what stays
 
     def observe(self, weights: torch.Tensor) -> None:
-        """Attention from outside, for a policy that gathers it (H2O): weights [B, Hq, T, seen] by slot, as eager
-        attention gives them; each call of it counts once."""
+        """Adds attention weights [B, Hq, T, seen] (by slot, as eager attention returns them) to the scores of a policy
+        that accumulates attention (H2O), for models that compute attention themselves."""
         checks.tensor("weights", weights, "[B, Hq, T, seen]", self.device)
         if self.eviction is None or not self.eviction.policy.needs_attention:
-            raise ValueError("observe: expected a layer with a policy that gathers attention (H2O), got another")
+            raise ValueError("observe: expected a layer with a policy that accumulates attention (H2O), got another")
         self.eviction.observe(weights)
 
     def evict(self, keep: torch.Tensor | None = None) -> None:
-        """Evicts now. keep: bool [B, seen], or [B, H, seen] for each head, False at the slots to drop; None: what the
-        policy says, if it is due. The first `sinks` tokens of a row must be kept. Memory of pages that empty goes back
-        at once."""
+        """Evicts now. keep: bool [B, seen], or [B, H, seen] for each head, False at slots to drop; None: as the policy
+        decides, for rows over their budget. The first `sinks` tokens of a row must be kept. Empty pages are freed."""
         if keep is None:
             if self.eviction is None:
-                raise ValueError("evict: expected keep, or a layer with a policy, got neither")
+                raise ValueError("evict: expected `keep`, or a layer with a policy, got neither")
             self.eviction.evict_over_budget()
             return
         evict = self.eviction or self._bare()
         evict.drop(tokens.by_index(self.page_store, keep))
-        self.eviction = evict  # which knows what pads are, from now on
+        self.eviction = evict  # from now on it tracks which slots are padding
 
     def evicted_attention(self) -> torch.Tensor:
-        """float32 [B], experimental: the part of the newest query's attention, mean over its heads, that evicted tokens
-        would have had, estimated. Needs a policy that remembers them: `policies.Watch`."""
+        """Experimental: the estimated share of the newest query's attention that evicted tokens would have received,
+        float32 [B], mean over heads. Needs `policies.Watch`."""
         if self.eviction is None or self.eviction.evicted is None:
-            raise ValueError("evicted_attention: expected a policy that remembers what went (policies.Watch), got none")
+            raise ValueError("evicted_attention: expected a policy in policies.Watch, got none")
         return self.eviction.evicted.evicted_attention()
 
     def kept_heads(self) -> Kept:
-        """Slots, positions and scores of the kept tokens, by row and head, in the order of the sequence."""
+        """Slots, positions and scores of the stored tokens, by row and head, in sequence order."""
         evict = self.eviction or self._bare()
         return evict.kept()
 
     def _bare(self) -> Eviction:
-        """What evicts from a layer without a policy."""
+        """An `Eviction` for `evict(keep)` in a layer without a policy."""
         evict = Eviction.bare(self.page_store, self.sliding.pads if self.sliding else None, self.op)
         evict.offload = self.offload
         return evict
@@ -390,12 +388,12 @@ class PagedKV(LayerStore, DisplayMixin):
     # ------------------------------------------------------------------ figures
 
     def stats(self) -> dict[str, Any]:
-        """What the layer holds.
+        """Size and contents of the layer, as a dict.
 
-        seen: slots; kept: stored tokens over all rows; bytes: of everything held, slack of the pool included (a shared
-        pool's slack is counted whole); bytes_per_token: bytes / kept; ratio: bytes of all tokens that came,
-        evicted ones too, in the layer's dtype / bytes; ratio_kept: of the kept tokens; rewritten: tokens that evictions
-        wrote anew (see docs/eviction.md); parts: bytes of sealed, open and sink pages, tables, and slack.
+        seen: slots; kept: stored tokens, summed over rows; bytes: total, with all of the pool's slack, even if the pool
+        is shared; bytes_per_token: bytes / kept; ratio: size of all tokens seen, evicted ones included, in the
+        layer's dtype / bytes; ratio_kept: the same for stored tokens; rewritten: tokens that evictions rewrote (see
+        docs/eviction.md); parts: bytes of sealed, open and sink pages, tables, and slack.
         """
         pool, kept = self.page_store.pool.stats(), self.page_store.kept_tokens
         parts = {**self.page_store.parts(), "slack": pool["resident"] - pool["used"]}

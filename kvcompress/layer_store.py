@@ -1,4 +1,5 @@
-"""LayerStore: the pages of a layer, and what must change with them. Changes of rows and slots are one call here."""
+"""LayerStore: the pages of a layer and the state that must change with them: eviction, window, offloaded pages. Each
+change of rows or slots (crop, select, clone, ...) is one call."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() for its tokens"):
-    """A PageStore, and what changes with its table: the eviction of a policy or a sliding window, and the pages in
-    other tiers.
+    """A PageStore with the state that changes with its block table: a policy's eviction or a sliding window, and
+    offloaded pages.
 
-    page_store: its pages. eviction, sliding, offload: None where the layer has none. held: a list that collects the raw
-    pages which appends have sealed, for a rollback; None to collect none.
+    Attributes: page_store; eviction, sliding, offload: None if the layer has none; held: a list that collects the raw
+    pages that appends seal, for a rollback, or None.
     """
 
     page_store: PageStore
@@ -42,24 +43,24 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
 
     @property
     def seen(self) -> int:
-        """Slots so far, pads included."""
+        """Number of slots so far, padding included."""
         return self.page_store.table.seen
 
     @property
     def batch(self) -> int:
-        """Rows of the block table, one for each sequence."""
+        """Number of rows (sequences)."""
         return self.page_store.table.batch
 
     @property
     def device(self) -> torch.device:
-        """Where the pages lie."""
+        """The device of the pages."""
         return self.page_store.device
 
     def kept(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(slots, positions): for each row the slots of the stored tokens and their positions, int64 [N_row].
+        """(slots, positions) of the stored tokens: for each row int64 [N_row].
 
-        A position is the slot minus the row's first slot: the RoPE position of the token, for rows without
-        pads or with pads on the left.
+        A position is the slot minus the first slot of the row, which is the token's RoPE position unless the row has
+        padding other than on the left.
         """
         slots, rows = self.page_store.stored_slots(), self.page_store.table.rows
         if self.sliding:
@@ -67,7 +68,7 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
         return slots, [x - int(rows[b, 0, 1]) for b, x in enumerate(slots)]
 
     def real(self) -> torch.Tensor:
-        """bool [B, seen]: True at slots of tokens, evicted ones included, False at pads."""
+        """bool [B, seen]: True at tokens, evicted ones included, False at padding."""
         if listener := self.eviction or self.sliding:
             return listener.pads.real(self.seen)
         real = torch.zeros(self.batch, self.seen, dtype=torch.bool, device="cpu")
@@ -76,35 +77,34 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
         return real
 
     def signature(self) -> bytes | None:
-        """Equal for two layers with the same `seen` only if they store the same slots; None if it cannot
-        tell."""
+        """A value that two layers with the same `seen` share only if they store the same slots; None if unknown."""
         if listener := self.eviction or self.sliding:
             return str(listener.pads.runs).encode()
         return self.page_store.table.rows.tobytes() if self.page_store.table.slots.size == 0 else None
 
     def present(self) -> contextlib.AbstractContextManager[None]:
-        """While an op reads the pages: those of another tier are there."""
+        """Context manager for ops that read the pages: offloaded pages are fetched."""
         return self.offload.present() if self.offload else contextlib.nullcontext()
 
     def attach(self, offload: LayerOffload | None) -> None:
-        """From now on pages are offloaded by `offload`."""
+        """Sets what offloads the pages of this layer."""
         self.offload = offload
         if self.eviction:
             self.eviction.offload = offload
 
     def listeners(self) -> list[Eviction | SlidingWindow]:
-        """What is told of changes of the table."""
+        """The objects to notify of changes of the table."""
         return [x for x in (self.eviction, self.sliding) if x]
 
     def onload(self) -> None:
-        """Before the table changes: pages of another tier, and what a device has summed, are back."""
+        """Fetches offloaded pages, and sums accumulated on a device, before the table changes."""
         if self.offload:
             self.offload.onload()
         if self.eviction:
             self.eviction.flush_scores()
 
     def commit(self, held: _C.Held | None) -> None:
-        """What was planned is stored; the pages that it has sealed are `held`."""
+        """Commits the planned append; `held` are the raw pages that it sealed."""
         if (
             held and self.held is not None
         ):  # before, as Ctrl-C may come between; on a table put back it restores nothing
@@ -115,46 +115,46 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
         self, q: torch.Tensor, T: int, mask: torch.Tensor | None, lse: torch.Tensor, received: torch.Tensor,
         **attention: Any,
     ) -> None:  # fmt: skip
-        """Tells the policy of an append of T slots; q are the queries that attended in the same call."""
+        """Notifies the policy of an append of T slots; q: the queries that attended in the same call."""
         evict = self.eviction
         assert evict is not None
         evict.on_appended(T, mask)
         if q.shape[2]:
-            if mask is not None:  # pads ask nothing: see `attend` of the ops
+            if mask is not None:  # queries of padding do not count: see `attend` of the ops
                 q = q.masked_fill(~sent(mask, q.device)[:, None, :, None], torch.nan)
             evict.on_attended(q, lse, received, **attention)
         if not evict.deferred:
             evict.evict_or_defer()
 
     def end_call(self) -> None:
-        """A call is over: pages that are behind the window go."""
+        """Ends a call: frees the pages outside of the window."""
         if self.sliding and not self.sliding.deferred:
             self.sliding.end_call()
 
     def take_over(
         self, entries: np.ndarray, rows: np.ndarray, slots: np.ndarray | None, scores: np.ndarray | None, seen: int
     ) -> None:
-        """An empty layer takes over pages of its pool, as `_C.Table` has them; their references pass to it."""
+        """Fills an empty layer with pages of its pool, described as by `_C.Table`; takes over their references."""
         self.page_store.table.restore(entries, rows, slots, scores, seen)
         if self.eviction:
             self.eviction.on_restored()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(as JSON takes it, tensors): what a policy at work, or a window, knows next to the table."""
+        """(JSON-serializable dict, tensors): the state of a policy or window outside of the table."""
         if self.sliding:
             return self.sliding.state(), {}
         return self.eviction.state() if self.eviction else ({}, {})
 
     def restore_state(self, plain: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """The way back, after the table's. Raises ValueError, KeyError, TypeError for what no layer has written."""
+        """Restores what `state` returned, after the table. Raises ValueError, KeyError or TypeError for other data."""
         if self.sliding:
             self.sliding.restore(plain)
         if self.eviction:
             self.eviction.restore(plain, tensors)
 
     def crop(self, seen: int) -> None:
-        """Keeps the first `seen` slots and forgets the rest. Exact back to the last seal; tokens that stay in
-        a sealed page keep the codes that they have."""
+        """Keeps the first `seen` slots and removes the rest. Exact back to the last sealed page; tokens that remain in
+        a sealed page stay quantized."""
         seen = checks.integer("seen", seen, 0)
         if self.sliding:
             self.sliding.check_crop(seen)
@@ -167,29 +167,28 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
             listener.on_cropped(seen)
 
     def select(self, index: Any) -> None:
-        """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until
-        written)."""
+        """Row i of the new batch is row index[i] of the old one. Repeated rows share pages until one is written."""
         select_rows([self], index)
 
     def repeat(self, n: int) -> None:
-        """Every row n times, copies side by side."""
+        """Repeats each row n times, as torch.repeat_interleave."""
         self.select(copies(self.batch, n))
 
     def on_selected(self, rows: np.ndarray) -> None:
-        """Tells the listeners that the table has new rows."""
+        """Notifies the listeners of new rows of the table."""
         for listener in self.listeners():
             listener.on_selected(rows)
 
     def reset(self, batch: int | None = None) -> None:
-        """Forgets all tokens; a new batch size if `batch` is given."""
+        """Removes all tokens. batch: new batch size; None keeps it."""
         if self.offload:
-            self.offload.lose()
+            self.offload.drop()
         self.page_store.table.reset(0 if batch is None else checks.integer("batch", batch, 1))
         for listener in self.listeners():
             listener.reset()
 
     def clone(self) -> Self:
-        """An independent copy that shares this one's pages until one of them writes."""
+        """An independent copy; both share pages until one of them writes (copy-on-write)."""
         self.onload()
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
@@ -207,12 +206,12 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
         return self.clone()
 
     def to(self, device: torch.device | str, *, pool: Any = None) -> Self:
-        """Moves the pages to `device` ("cpu", "cuda", "cuda:1"), in place; returns the layer. They are the same bytes
-        there, and calls go on with tensors of that device.
+        """Moves the pages to `device` ("cpu", "cuda", "cuda:1") in place, byte for byte; returns the layer. Later calls
+        take tensors of that device.
 
-        pool: the `_C.Pool` to take pages from there; if None a new one with the same limit. Pages that others share
-            stay for them where they are.
-        Raises ValueError for what is no device, and for what kernels have found wrong there (`ops.check`); MemoryError.
+        pool: the `_C.Pool` to allocate pages from there. Default: a new one with the same limit. Pages shared with
+            other layers are copied.
+        Raises ValueError for an invalid device and for errors that kernels have recorded (`ops.check`); MemoryError.
         """
         there = device_of(device)
         if pool is not None or there != self.device:
@@ -220,12 +219,12 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
         return self
 
     def real_tokens(self) -> int:
-        """Tokens that came, over all rows: stored ones and those that a policy has dropped."""
+        """Number of tokens so far, summed over rows: stored and evicted ones, without padding."""
         return int(self.eviction.real().sum()) if self.eviction else self.page_store.kept_tokens
 
 
 def select_rows(layers: Sequence[LayerStore], index: Any) -> None:
-    """`LayerStore.select` of layers that have one batch: of all, or of none where memory ends."""
+    """`LayerStore.select` of several layers with the same batch: of all of them, or of none (MemoryError)."""
     rows = checks.row_index(index, layers[0].batch)
     for layer in layers:
         layer.onload()
@@ -236,7 +235,7 @@ def select_rows(layers: Sequence[LayerStore], index: Any) -> None:
 
 
 def move(layers: Sequence[LayerStore], device: torch.device, pool: Any) -> None:
-    """The pages of layers to `pool`, on a device (of `device_of`): those of all, or of none where it fails."""
+    """Moves the pages of layers to `pool` on `device` (a result of `device_of`): of all layers, or of none."""
     for place in {layer.device for layer in layers}:
         ops.check(place)
     moved = []
@@ -256,8 +255,8 @@ def move(layers: Sequence[LayerStore], device: torch.device, pool: Any) -> None:
 
 @contextlib.contextmanager
 def all_or_nothing(layers: Sequence[LayerStore]) -> Iterator[None]:
-    """All that is evicted from `layers` inside goes, or, if something fails, nothing: their old pages live until the
-    end, next to what is made of them."""
+    """Context manager that undoes all evictions from `layers` inside it if one fails. Old pages are kept until the
+    end, next to the new ones."""
     before = []
     for layer in layers:
         layer.onload()

@@ -1,4 +1,4 @@
-"""Partial attention of disjoint sets of keys joined by lse, as sums: over splits, ranks, or places of one machine."""
+"""Merging attention over disjoint sets of keys by lse, as weighted sums: over splits, ranks, or devices."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 def safe_top(top: Tensor) -> Tensor:
-    """The largest lse of all parts; 0 where none sees anything."""
+    """The largest lse of all parts; 0 where all are -inf."""
     return torch.where(top.isinf(), torch.zeros_like(top), top)
 
 
 def weighed(out: Tensor, lse: Tensor, safe: Tensor) -> Tensor:
-    """What parts add up: out [..., Dv] times its weight, behind it the weight: fp32 [..., Dv + 1]. lse, safe: [...]."""
+    """The summand of a part, fp32 [..., Dv + 1]: out [..., Dv] times its weight, then the weight. lse, safe: [...]."""
     weight = torch.exp(lse - safe).unsqueeze(-1)
     return torch.cat([out * weight, weight], -1)  # NaN in one part is NaN in the end
 
 
 def finished(both: Tensor, safe: Tensor, dtype: torch.dtype, s_aux: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """out and lse of a sum of `weighed`. s_aux: logits [Hq] that take probability, where the last of [...] is Hq."""
+    """out and lse from a sum of `weighed`. s_aux: attention-sink logits [Hq], if the last dim of lse is Hq."""
     out, total = both[..., :-1], both[..., -1]
     lse = safe + total.log()
     if s_aux is not None and s_aux.numel():
@@ -32,7 +32,7 @@ def finished(both: Tensor, safe: Tensor, dtype: torch.dtype, s_aux: Tensor | Non
 def join(
     parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, s_aux: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out [..., Dv], lse [...] of (out, lse) of each part."""
+    """Merged out [..., Dv] and lse [...] of (out, lse) of each part."""
     safe = safe_top(torch.stack([lse for _, lse in parts]).amax(0))
     both = weighed(*parts[0], safe)
     for out, lse in parts[1:]:

@@ -1,7 +1,7 @@
-"""torch.ops.kvcompress.*, registered from C, with shapes for tracing (fakes) and typed errors.
+"""torch.ops.kvcompress.*, registered from C, with fake implementations for tracing and typed errors.
 
-docs/ops.md fixes the schemas. Every function here takes plain tensors and calls the op of its name; the op can only
-raise RuntimeError, these raise ValueError, TypeError or MemoryError with the same text.
+docs/ops.md has the schemas. Each function takes plain tensors and calls the op of the same name. The ops themselves can
+only raise RuntimeError; these functions raise ValueError, TypeError or MemoryError with the same message.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from kvcompress.merge_states import join
 _C.bind_torch(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
 TENSORS = _C.bind_tensors(torch.Tensor)
-"""Do tensors tell C what they are without torch's dispatcher (DLPack's C exchange API)?"""
+"""True if C can read tensors without torch's dispatcher (DLPack's C exchange API)."""
 
 _CUDA = torch.version.cuda and cuda_library()
 if _CUDA:
     _C.bind_cuda(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"), str(_CUDA))
 
 _FOUND = (
-    "a table entry, seal or move that names no page inside the arena, or pages that share bytes",
-    "a length that the table or the slots do not hold",
+    "a table entry, seal or move with a page outside of the arena, or overlapping pages",
+    "a length beyond the table or the slots",
     "NaN or Inf in k or v (stored as 0)",
-    "a page that does not take the tokens that fall on it",
-    "NaN among scores to select by",
-    "a page of a format that the call did not name",
+    "a page that cannot hold the tokens assigned to it",
+    "NaN in scores to select by",
+    "a page in a format that is not in the call's formats",
 )
 
 
 def check(device: torch.device | str) -> None:
-    """Waits for a CUDA device and raises ValueError with what its kernels have found wrong since the last check, in
-    calls of anybody. They cannot raise by themselves: they touch nothing out of bounds, and note it. Nothing to do on
-    the CPU."""
+    """Synchronizes a CUDA device and raises ValueError for errors that kernels have recorded since the last check, in
+    any call on the device. Kernels cannot raise themselves: they skip accesses out of bounds and record an error. No-op
+    on the CPU."""
     device = torch.device(device)
     if device.type != "cuda":
         return
     found = _C.cuda_found(torch.cuda.current_device() if device.index is None else device.index)
     if found < 0:
-        raise ValueError(f"check: expected a device with kvcompress' CUDA kernels, got {device}")
+        raise ValueError(f"check: expected a device that kvcompress has CUDA kernels for, got {device}")
     raise_found(device, found)
 
 
@@ -54,7 +54,7 @@ def raise_found(device: torch.device, found: int) -> None:
     """ValueError for the bits of kvc_cuda_flag in `found`."""
     if found:
         said = "; ".join(text for i, text in enumerate(_FOUND) if found >> i & 1)
-        raise ValueError(f"{device}: {said}: in a call, of this cache or another there, since the last check")
+        raise ValueError(f"{device}: {said}: in a call of this or another cache on the device since the last check")
 
 
 _TYPES = {"ValueError": ValueError, "TypeError": TypeError, "MemoryError": MemoryError}
@@ -62,7 +62,7 @@ _TYPED = re.compile(r"kvcompress\.(ValueError|TypeError|MemoryError): (.*)", re.
 
 
 def typed(error: RuntimeError) -> Exception:
-    """The exception that an op's RuntimeError stands for; `error` itself if it is not one of ours."""
+    """The typed exception for the RuntimeError of an op; `error` itself if it is not from kvcompress."""
     match = _TYPED.search(str(error))
     if not match:
         return error
@@ -85,76 +85,79 @@ attend = _wrap(
     _ops.attend.default,
     """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window,
 scale, softcap, attention_width=0, formats=0) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq], attention [B, H,
-attention_width]): seals, attends and appends; see docs/ops.md.""",
+attention_width]): seals pages, attends, and appends k and v; see docs/ops.md.""",
 )
 attend_step = _wrap(
     _ops.attend_step.default,
-    """attend_step(q, .., seals, seen, page_size, .., counters): `attend` with `seen` as an int64 tensor [1]
-and room among the seals (pairs of -1, at the end): what changes from step to step is in tensors, so that one call can
-be recorded (CUDA graphs, compilers) and run again. counters: int32 zeros of this call's own; see docs/ops.md.""",
+    """attend_step(q, .., seals, seen, page_size, .., counters): `attend` for CUDA graphs and compilers:
+everything that changes between steps is in tensors. seen: int64 [1]; seals: padded with pairs of -1; counters: int32
+zeros, not shared with other calls. See docs/ops.md.""",
 )
 accumulate_attention = _wrap(
     _ops.accumulate_attention.default,
     """accumulate_attention(q, k, v, arena, table, rows, slots, mask, lse, seals, seen,
 page_size, sinks, window, scale, softcap, attention_width) -> attention [B, H, attention_width] of the same call of
-`attend`, against the lse [B, Hq, Tq] of more tokens than these; see docs/ops.md.""",
+`attend`, relative to a given lse [B, Hq, Tq] that may cover more tokens; see docs/ops.md.""",
 )
 attend_feedback = _wrap(
     _ops.attend_feedback.default,
-    """attend_feedback(q, .., softcap, attention_width, formats, key_feedback, value_feedback): `attend`; with feedback,
-float32 [H, D + 1, D], whole pages of rotated formats get codes that make up for each other's errors: docs/ops.md.""",
+    """attend_feedback(q, .., softcap, attention_width, formats, key_feedback, value_feedback): `attend` with error
+feedback, float32 [H, D + 1, D]: in full pages of rotated formats, each code compensates for the errors of the previous
+ones; see docs/ops.md.""",
 )
 attend_varlen = _wrap(
     _ops.attend_varlen.default,
     """attend_varlen(q [tokens, Hq, D], k, v, cache [blocks, bytes], block_table, residual,
 residual_table, query_start_loc, seq_lens, sealed_lens, draft_lens, s_aux, out, lse, flags, formats, block_size,
-residual_size, page_size, window, scale, softcap, max_query_len=0): appends and attends, for engines that own the
-memory: sequences of any lengths in one call, pages in the engine's blocks, results in `out`; see docs/ops.md.""",
+residual_size, page_size, window, scale, softcap, max_query_len=0): appends and attends for engines that own the memory:
+sequences of different lengths in one call, pages in the engine's blocks, results in `out`; see docs/ops.md.""",
 )
 store_tokens = _wrap(
     _ops.store_tokens.default,
     """store_tokens(k [tokens, H, D], v, cache, slot_mapping, flag, formats, block_size, page_size):
-writes tokens to the slots of an engine's blocks, without attention; see docs/ops.md.""",
+writes tokens to slots in an engine's blocks, without attention; see docs/ops.md.""",
 )
 read = _wrap(
     _ops.read.default,
     """read(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks)
--> (k [B, H, width, Dk], v [B, H, width, Dv]): stored tokens at their slots; see docs/ops.md.""",
+-> (k [B, H, width, Dk], v [B, H, width, Dv]): dequantized tokens by slot; see docs/ops.md.""",
 )
 pack = _wrap(
     _ops.pack.default,
-    """pack(k [B, H, T, Dk], v [B, H, T, Dv], key, value, page_size) -> uint8 [B, T / page_size, H, bytes].""",
+    """pack(k [B, H, T, Dk], v [B, H, T, Dv], key, value, page_size) -> uint8 [B, T / page_size, H, bytes]:
+quantizes k and v to pages of formats key and value (codes).""",
 )
 map_heads = _wrap(
     _ops.map_heads.default,
-    """map_heads(x [B, Hq, T, D], by float32 [H, D, D], like) -> [B, Hq, T, D] in like's dtype: rows of head h times
-matrix h // (Hq // H), in float32, added up in order; on the CPU.""",
+    """map_heads(x [B, Hq, T, D], by float32 [H, D, D], like) -> [B, Hq, T, D] in like's dtype: multiplies the rows of
+head h by matrix h // (Hq // H), in float32, with a fixed order of summation; CPU only.""",
 )
 _select = _wrap(_ops.select.default)
 compact = _wrap(
     _ops.compact.default,
     """compact(arena, moves [n, 6], heads, table_heads, key_dim, value_dim, page_size, sinks): copies
-tokens as an eviction planned (`Table.plan_evict`); see docs/ops.md.""",
+tokens as planned by `Table.plan_evict`; see docs/ops.md.""",
 )
 score_tokens = _wrap(
     _ops.score_tokens.default,
     """score_tokens(arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks,
-kind) -> float32 [B, H, width] by index: 0 length of K, 1 of V, 2 cosine of K with the head's mean; see docs/ops.md.""",
+kind) -> float32 [B, H, width] by index. kind: 0: norm of K, 1: norm of V, 2: cosine of K and the head's mean key; see
+docs/ops.md.""",
 )
 quantize_by = _wrap(
     _ops.quantize_by.default,
     """quantize_by(x [B, H, T, D], scale, zero, tensor_scale, scheme, granularity, group, packing)
--> (codes, scales, zeros): any scheme by any granularity; see docs/ops.md and `kvcompress.quantize`.""",
+-> (codes, scales, zeros): quantizes with any scheme and granularity; see docs/ops.md and `kvcompress.quantize`.""",
 )
 dequantize_by = _wrap(
     _ops.dequantize_by.default,
     """dequantize_by(codes, scales, zeros, tensor_scale, scheme, granularity, group, packing)
--> float32 [B, H, T, D]: what `quantize_by` stored.""",
+-> float32 [B, H, T, D]: the inverse of `quantize_by`.""",
 )
 pack_codes = _wrap(
     _ops.pack_codes.default,
     """pack_codes(k, v uint8 [B, H, T, D], k_scales, v_scales float16 [B, H, T], key, value, page_size)
--> uint8 [B, T / page_size, H, bytes]: pages of rows that are coded already; see `quantization.pack`.""",
+-> uint8 [B, T / page_size, H, bytes]: pages from existing codes; see `quantization.pack`.""",
 )
 _share = _wrap(_ops.share.default)
 _quantize = _wrap(_ops.quantize.default)
@@ -166,19 +169,19 @@ def _none(like: Tensor) -> Tensor:
 
 
 def select(scores: Tensor, slots: Tensor, protect: Tensor | None, budget: Tensor) -> Tensor:
-    """Which tokens to keep: of each row and head the `budget` of highest score; ties go to the younger.
+    """Selects the `budget` tokens with the highest scores of each row and head; of equal scores the newer token.
 
-    scores: float32 [B, H, N]; slots: int32 [B, H, N], -1 where no token is; protect: bool [B, H, N], kept first and in
-    any case, or None; budget: int64 [B, H]. Returns bool [B, H, N]. Raises ValueError for NaN among the scores.
+    scores: float32 [B, H, N]; slots: int32 [B, H, N], -1: no token; protect: bool [B, H, N], always selected, or None;
+    budget: int64 [B, H]. Returns bool [B, H, N]. Raises ValueError for NaN in scores.
     """
     return _select(scores, slots, _none(scores) if protect is None else protect, budget)
 
 
 def share(scores: Tensor, slots: Tensor, protect: Tensor | None, total: Tensor, floor: Tensor) -> Tensor:
-    """How many tokens each head keeps, int64 [B, H], when the heads of a row share a budget (AdaKV, arXiv 2407.11550):
-    of each head its protected tokens and its `floor` best, then the best of all heads until there are `total`.
+    """Number of tokens that each head keeps, int64 [B, H], if the heads of a row share a budget (AdaKV, arXiv
+    2407.11550): the protected tokens and the `floor` best of each head, then the best of all heads, `total` in all.
 
-    scores, slots, protect as in `select`; total, floor: int64 [B]. Raises ValueError for NaN among the scores.
+    scores, slots, protect: as in `select`; total, floor: int64 [B]. Raises ValueError for NaN in scores.
     """
     if scores.is_cuda:
         return _share_by_selects(scores, slots, protect, total, floor)
@@ -186,8 +189,8 @@ def share(scores: Tensor, slots: Tensor, protect: Tensor | None, total: Tensor, 
 
 
 def _share_by_selects(scores: Tensor, slots: Tensor, protect: Tensor | None, total: Tensor, floor: Tensor) -> Tensor:
-    """`share` by `select` alone: what each head keeps in any case, then the best of all heads as one. Ties there go to
-    the younger and then to the earlier head, so slots become numbers that say both."""
+    """`share` in terms of `select`: first the tokens that each head keeps in any case, then the best of all heads
+    together. Of equal scores the newer token and then the earlier head wins, so slots are combined with the head."""
     B, H, N = scores.shape
     order = torch.arange(H - 1, -1, -1, dtype=torch.int32, device=slots.device)[:, None]
     own = select(scores, slots, protect, floor[:, None].expand(B, H).contiguous())
@@ -197,35 +200,37 @@ def _share_by_selects(scores: Tensor, slots: Tensor, protect: Tensor | None, tot
 
 
 def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """Quantizes the rows of x's last dimension, each with a scale of its own.
+    """Quantizes each row (last dim) of x to a page format, with separate scales.
 
-    x: [..., D] float32, float16 or bfloat16. Returns codes uint8 [..., D * bits / 8] (below 8 bits byte j holds dims j,
-    D * bits / 8 + j, .., lowest bits first; of 3 bits the low 2 so, then the high one) and scales: float16 [...];
-    [..., n] where a row has more than one element of metadata (each group's scale, then its zero point); uint8 bits of
-    e4m3 or e8m0 for `nvfp4` and `mxfp4`. `int4`, `int3` and `int2` rows are Hadamard-rotated and not centred here;
-    `kivi4` and `kivi2` treat rows as those of V.
-    Raises ValueError for an unknown or raw format, a head dim that it does not take, NaN or Inf; TypeError for a dtype.
+    x: [..., D] float32, float16 or bfloat16. Returns (codes, scales). codes: uint8 [..., D * bits / 8]; below 8 bits
+    byte j holds dims j, D * bits / 8 + j, .., lowest bits first (3 bits: the low 2 bits in this order, then the high
+    bits). scales: float16 [...], or [..., n] if a row has more metadata (scale and zero point of each group); uint8
+    with the bits of e4m3 or e8m0 for `nvfp4` and `mxfp4`. Rows of `int4`, `int3` and `int2` are Hadamard-rotated, but
+    not centered; `kivi4` and `kivi2` treat rows as V.
+
+    Raises ValueError for an unknown or raw format, an unsupported head dim, NaN or Inf; TypeError for an unsupported
+    dtype.
     """
     return _quantize(x.contiguous(), formats.resolve(format, x.dtype))
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: str) -> Tensor:
-    """The float32 [..., D] that `quantize` stored. Raises ValueError when codes and scales do not fit each other."""
+    """The inverse of `quantize`: float32 [..., D]. Raises ValueError if codes and scales are inconsistent."""
     return _dequantize(codes.contiguous(), scales.contiguous(), formats.resolve(format, torch.float32))
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Joins attention over two disjoint sets of keys.
+    """Merges the attention over two disjoint sets of keys.
 
-    out: [..., Dv], lse: [...] natural log, -inf where nothing was seen; both without attention-sink logits. Associative
-    and commutative up to rounding. Source: FlashAttention's combine of partial softmax results.
+    out: [..., Dv]; lse: [...], natural log, -inf for queries without keys; both without attention-sink logits. Returns
+    (out, lse). Associative and commutative up to rounding. Source: the combine step of FlashAttention (split-KV).
     """
     return join([(out_a, lse_a), (out_b, lse_b)], out_a.dtype)
 
 
 def _fake(*names: str) -> Callable:
-    """Shapes for tracing. Torch comes here with real tensors too, where one of them is on the meta device: the op would
-    not run, and its results be memory that nobody wrote."""
+    """Registers a fake implementation (shapes for tracing). torch also calls it if only some tensors are on the meta
+    device; that is an error, since the results of real tensors would be uninitialized memory."""
 
     def register(shapes: Callable) -> Callable:
         def checked(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Quantization schemes and granularities of the standalone ops: the table of csrc/core/schemes.def. Needs no torch."""
+"""Quantization schemes and granularities of the standalone ops, from csrc/core/schemes.def. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvcompress import _C
 
 TABLE: tuple[dict, ...] = _C.schemes()
-"""One dict a scheme: code, name, bits, group, zero_point, block_scale, about (see csrc/core/schemes.def)."""
+"""One dict per scheme: code, name, bits, group, zero_point, block_scale, about (see csrc/core/schemes.def)."""
 
 CODES: dict[str, int] = {row["name"]: row["code"] for row in TABLE}
 
@@ -17,17 +17,17 @@ ALIASES: dict[str, tuple[str, str]] = {
     "kivi4": ("int4_asym", "token_head"),
     "kivi2": ("int2_asym", "token_head"),
 }
-"""Page formats that are a scheme at one granularity (of `kivi4` and `kivi2` V's; K's is "channel" of a page)."""
+"""Page formats that equal a scheme at one granularity (`kivi4`, `kivi2`: that of V; K is "channel" of a page)."""
 
 ROTATED: tuple[str, ...] = ("int4", "int3", "int2", "int4_lloyd")
-"""Page formats with rotated rows and a least-squares gain; one granularity, "token_head"."""
+"""Page formats with rotated rows and a least-squares scale; their granularity is "token_head"."""
 
 NAMES: tuple[str, ...] = (*CODES, *ROTATED, *ALIASES)
-"""The names that `kvcompress.quantize` takes."""
+"""The format names of `kvcompress.quantize`."""
 
 GRANULARITIES = ("tensor", "head", "token", "token_head", "channel", "group")
 PACKINGS = ("planes", "low_first", "high_first")
-_KEPT = {  # which of B, H, T have scales of their own
+_KEPT = {  # the dims of B, H, T with separate scales
     "tensor": (False, False, False),
     "head": (False, True, False),
     "token": (True, False, True),
@@ -38,16 +38,16 @@ _KEPT = {  # which of B, H, T have scales of their own
 
 
 class Grain(NamedTuple):
-    """A scheme with what its scales are over; `scheme` may be a rotated page format."""
+    """A scheme and its granularity; `scheme` may be a rotated page format."""
 
     scheme: str
-    granularity: str  # of GRANULARITIES
-    group: int  # dims that share a scale where granularity is "group", else 0
+    granularity: str  # one of GRANULARITIES
+    group: int  # dims per scale if the granularity is "group", else 0
     packing: str
 
     @property
     def label(self) -> str:
-        """The granularity as users write it."""
+        """The granularity as written by users, such as "group:32"."""
         return f"group:{self.group}" if self.granularity == "group" else self.granularity
 
     @property
@@ -62,32 +62,32 @@ class Grain(NamedTuple):
 
     @property
     def block_scale(self) -> bool:
-        """Whether scales are a byte (e4m3, e8m0), not fp16."""
+        """Whether scales are one byte (e4m3, e8m0) instead of float16."""
         return self.scheme not in ROTATED and TABLE[CODES[self.scheme]]["block_scale"]
 
     @property
     def codes(self) -> tuple[int, int, int, int]:
-        """As `quantize_by` takes it: scheme, granularity, group, packing. ValueError for a rotated format, which has an
-        op of its own."""
+        """Arguments of the op `quantize_by`: scheme, granularity, group, packing. Raises ValueError for a rotated
+        format, which has a separate op."""
         if self.scheme in ROTATED:
             raise ValueError(
-                f"schemes: expected one of {', '.join(CODES)}, got {self.scheme}, whose rows are rotated: "
+                f"schemes: expected one of {', '.join(CODES)}, got {self.scheme}, whose rows are rotated: use "
                 f"_C.quantize(rows, formats.CODES[{self.scheme!r}])"
             )
         granularity = GRANULARITIES.index(self.granularity)
         return CODES[self.scheme], granularity, self.group, PACKINGS.index(self.packing)
 
     def scale_shape(self, B: int, H: int, T: int, D: int) -> tuple[int, int, int, int]:
-        """Shape of the scales of an x [B, H, T, D]: 1 where they are reduced, last the scales of a row."""
+        """Shape of the scales for x [B, H, T, D]: 1 for reduced dims; the last dim is the number of scales per row."""
         b, h, t = _KEPT[self.granularity]
         groups = {"channel": D, "group": D // (self.group or 1)}.get(self.granularity, 1)
         return B if b else 1, H if h else 1, T if t else 1, groups
 
 
 def grain(name: str, granularity: str | None = None, packing: str = "planes") -> Grain:
-    """The grain that `kvcompress.quantize`'s arguments mean.
+    """The Grain for the arguments of `kvcompress.quantize`.
 
-    Raises ValueError for an unknown name, granularity or packing, and for a pair that does not exist.
+    Raises ValueError for an unknown name, granularity or packing, and for unsupported combinations.
     """
     if name not in NAMES:
         raise ValueError(f"format: expected one of {', '.join(NAMES)}, got {name!r}")
@@ -109,10 +109,8 @@ def grain(name: str, granularity: str | None = None, packing: str = "planes") ->
     if own and chosen != own:
         other = scheme if name in ALIASES else f"{scheme[:4]}_sym" if scheme in ROTATED else None
         hint = f"; {other} takes any" if other else ""
-        raise ValueError(
-            f"granularity: {name}: expected {own}, which this format is made of, got {granularity!r}{hint}"
-        )
+        raise ValueError(f"granularity: {name}: expected {own}, the only one of this format, got {granularity!r}{hint}")
     found = Grain(scheme, kind, group, packing)
     if packing != "planes" and (found.bits not in (2, 4) or scheme in ROTATED):
-        raise ValueError(f"packing: {name}: expected planes, got {packing!r}; only schemes of 4 and 2 bits interleave")
+        raise ValueError(f"packing: {name}: expected planes, got {packing!r}; others are for schemes of 4 and 2 bits")
     return found

@@ -1,3 +1,3 @@
-"""A policy at work in one layer: what it scores, keeps and frees (`eviction`, `accumulated_attention`), smaller formats
-before eviction (`demotion`), positions of what stays (`positions`), attention that evicted tokens would have had
-(`evicted_attention`). Which tokens stay is said in `policies/`."""
+"""Eviction in one layer: applying a policy (`eviction`, `accumulated_attention`), smaller formats for low scores
+(`demotion`), positions in the cache (`positions`), estimated attention to evicted tokens (`evicted_attention`). The
+policies are in `policies/`."""

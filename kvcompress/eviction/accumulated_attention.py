@@ -1,6 +1,6 @@
-"""AccumulatedAttention: what the queries of a layer leave for its policy: the last of them, and what tokens received.
+"""AccumulatedAttention: the last queries of a layer and the attention that its tokens received, for its policy.
 
-All of it stays on the layer's device until a policy decides or the table changes, so that no step waits for the device.
+Both stay on the layer's device until the policy evicts or the table changes, so that no step synchronizes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..policies import Policy
 from ..store.page_store import AttendOp, PageStore
 
 DRAFT = 64
-"""Tokens of a call that may be a draft: a crop may take part of it back."""
+"""Maximum number of tokens of a call that may be a draft, a part of which a crop may remove."""
 
 
 def accumulated_attention(
     store: PageStore, q: Tensor, op: AttendOp = ops.attend, *, scale: float | None = None, window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """float32 [B, H, N]: attention that q [B, Hq, T, Dk], of the last T slots, gives each stored token by index,
-    summed over queries (those that are NaN, of pads, give nothing) and the query heads of a KV head."""
+    """Attention of each stored token from q [B, Hq, T, Dk], the queries of the last T slots, summed over queries (NaN
+    queries, of padding, do not count) and the query heads of a KV head: float32 [B, H, N] by index."""
     return store.attend(
         op, store.query(q), *store.empties(), store.no_mask, store.no_aux, store.no_seals, store.seen, window,
         store.scale if scale is None else scale, softcap, store.table.longest,
@@ -33,58 +33,59 @@ def accumulated_attention(
 
 
 class AccumulatedAttention:
-    """Takes up each call's queries and the attention that tokens received, when the call can no longer be undone."""
+    """Collects queries and attention of each call, once a crop can no longer remove its tokens."""
 
     def __init__(self, store: PageStore, policy: Policy) -> None:
         self.store, self.policy = store, policy
-        self.attention: dict[str, Any] = {}  # how queries attend
-        # Of a call that a crop may take back: queries, what tokens received (None: to be asked), T, how they attended.
+        self.attention: dict[str, Any] = {}  # scale, window and softcap of the queries
+        # A call that a crop may remove: queries, received attention (None: to be computed), T, its `attention`.
         self.pending: tuple[Tensor, Tensor | None, int, dict[str, Any]] | None = None
-        self.sum: Tensor | None = None  # [B, H, N] by index: received since the table's scores were brought up to date,
-        self.decay = 1.0  # times which they count
+        self.sum: Tensor | None = None  # [B, H, N] by index: received since the table's scores were updated,
+        self.decay = 1.0  # by which those scores are multiplied
         self._forget()
 
     def _forget(self) -> None:
-        self.queries: list[Tensor] = []  # [B, Hq, n, Dk]: together the last `window`, or a few more
-        self.behind = 0  # queries behind the first of these
-        self.window: Tensor | None = None  # [B, H, N] by index: by all queries from slot `window_start` on
-        self.window_start = self.end = 0  # end: slots after the last call
+        self.queries: list[Tensor] = []  # [B, Hq, n, Dk] each: together at least the last `window`
+        self.behind = 0  # number of queries after those of the first tensor
+        self.window: Tensor | None = None  # [B, H, N] by index: from all queries from slot `window_start` on
+        self.window_start = self.end = 0  # end: number of slots after the last call
 
     def clone(self, store: PageStore) -> AccumulatedAttention:
-        """The same for a copy of the layer."""
+        """A copy for a copy of the layer."""
         twin = object.__new__(AccumulatedAttention)
         twin.__dict__.update(self.__dict__)
         twin.store, twin.queries = store, list(self.queries)
         return twin
 
     def to(self, device: torch.device) -> None:
-        """Moves its tensors to `device`; the sum is flushed already."""
+        """Moves its tensors to `device`; the sum must be flushed before."""
         self.queries = [x.to(device) for x in self.queries]
         self.window = None if self.window is None else self.window.to(device)
         if self.pending:
             q, received, T, how = self.pending
             self.pending = q.to(device), None if received is None else received.to(device), T, how
 
-    # ------------------------------------------------------------------ what comes
+    # ------------------------------------------------------------------ collecting
 
     def on_attended(self, q: Tensor, received: Tensor, attention: dict[str, Any]) -> None:
-        """q [B, Hq, T, Dk], NaN at pads, has attended; received [B, H, N] by index, what tokens got (or N = 0)."""
+        """Queries q [B, Hq, T, Dk], NaN at padding, have attended; received: the attention of each token by index,
+        [B, H, N], or N = 0."""
         T, w = q.shape[2], self.policy.window
         self.end = self.store.seen
         if w or self.policy.needs_attention:
             self.pending = q[:, :, T - w :].clone() if w and max(w, DRAFT) < T else q, received, T, attention
 
     def take_up(self, attention_of: Callable[..., Tensor]) -> None:
-        """What the last call has left is the policy's. attention_of: `accumulated_attention` of this layer."""
+        """Accepts the pending call. attention_of: `accumulated_attention` of this layer."""
         if self.pending is None:
             return
         q, received, T, self.attention = self.pending
         self._joined(*(x for x in (received, self.sum, self.window) if x is not None))
-        if received is None:  # may fail: then it is still to be taken up
+        if received is None:  # if this raises, the call stays pending
             received = attention_of(q, **self.attention)
         self.pending = None
         if self.policy.needs_attention:
-            # what a call got counts its pads, which are not stored
+            # `received` of a call includes its padding, which is not stored
             self.add(received[:, :, : self.store.table.longest].contiguous(), self.policy.decay_of(T))
         if self.policy.window:
             if self.queries:
@@ -111,25 +112,26 @@ class AccumulatedAttention:
             self.sum, self.decay = _wide(self.sum, received).mul_(decay).add_(received), self.decay * decay
 
     def _joined(self, *made: Tensor) -> None:
-        """What other streams have made is there, and lives on, for what this thread queues next."""
+        """Orders work of other streams on these tensors before what this thread queues next."""
         if self.store.mirror:
             self.store.mirror.arena.joined()
             for x in made:
                 self.store.mirror.arena.copy_stream.used(x)
 
     def flush_scores(self) -> None:
-        """The table's scores are up to date. Waits for a device."""
+        """Updates the scores in the table. Synchronizes with the device."""
         if self.sum is not None:
             self._joined(self.sum)
             self.store.table.observe(self.sum.cpu().numpy(), self.decay)
             self.sum = None
 
-    # ------------------------------------------------------------------ what happens to the layer
+    # ------------------------------------------------------------------ events of the layer
 
     def on_cropped(self, seen: int) -> None:
-        """Slots from `seen` on are forgotten. What stays of a call that could still be undone is asked anew, alone."""
+        """Slots from `seen` on were removed. Of a pending call, the remaining queries stay pending, and their attention
+        is computed again."""
         pending, self.pending, self.window = self.pending, None, None
-        taken = self.end - (pending[2] if pending else 0)  # slots that `queries` reach
+        taken = self.end - (pending[2] if pending else 0)  # slot after the last of `queries`
         if seen == 0:
             self._forget()
         elif pending and (n := seen - taken) > 0 and pending[0].shape[2] == pending[2]:
@@ -142,7 +144,7 @@ class AccumulatedAttention:
             self.queries, self.behind, self.end = [q] if q.shape[2] else [], 0, seen
 
     def on_selected(self, index: Tensor) -> None:
-        """Row i is old row index[i]."""
+        """Row i is now the old row index[i]."""
         self.window = None
         self.queries = [x[index.to(x.device)] for x in self.queries]
         if self.pending:
@@ -155,21 +157,21 @@ class AccumulatedAttention:
             )
 
     def on_restored(self, queries: Sequence[Tensor]) -> None:
-        """The layer has taken over tokens, and these are its last queries."""
+        """The layer was filled with tokens; `queries` are its last ones."""
         self._forget()
         self.queries, self.end = [x.to(self.store.device) for x in queries], self.store.seen
 
-    # ------------------------------------------------------------------ what is asked for
+    # ------------------------------------------------------------------ reading
 
     def last(self, n: int) -> Tensor:
-        """The last n queries, or all that there are: [B, Hq, n, Dk], NaN at pads."""
+        """The last n queries, or fewer if there were fewer: [B, Hq, n, Dk], NaN at padding."""
         return torch.cat(self.queries, 2)[:, :, -n:]
 
     def window_attention(self, n: int) -> Tensor | None:
-        """[B, H, N] by index: what tokens received from the last n queries, if it was noted."""
+        """Attention from the last n queries, [B, H, N] by index, or None if it was not recorded."""
         return self.window if self.window_start == self.store.seen - n else None
 
 
 def _wide(x: Tensor, like: Tensor) -> Tensor:
-    """A copy of x [.., n] with zeros up to the last dim of `like`."""
+    """A copy of x [.., n], zero-padded to the last dim of `like`."""
     return pad(x, (0, like.shape[-1] - x.shape[-1]))

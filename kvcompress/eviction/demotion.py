@@ -1,4 +1,4 @@
-"""Demotion: pages of low scorers take less before their tokens go (`policies.Demote`)."""
+"""Demotion: re-encodes pages with low scores in smaller formats (`policies.Demote`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..store.page_store import PageStore
 
 
 def page_scores(store: PageStore, score: Tensor, keep: Tensor, columns: int) -> Tensor:
-    """float64 [B, h, P]: the mean score of the tokens of each page that stay; -inf for a page without any."""
+    """Mean score of the kept tokens of each page: float64 [B, h, P]; -inf for a page without any."""
     index = torch.arange(keep.shape[2], device="cpu")
     column = torch.where(index < store.sinks, 0, 1 + (index - store.sinks).clamp(min=0) // store.page_size)
     column = column.expand(keep.shape)
@@ -24,7 +24,8 @@ def page_scores(store: PageStore, score: Tensor, keep: Tensor, columns: int) -> 
 
 
 def rungs(value: Tensor, may: Tensor, shares: tuple[float, ...]) -> Tensor:
-    """int64 [B, h, P]: 0 for the best `shares[0]` of the pages that may go down, 1 for the next, and so on."""
+    """Index of each page in the ladder, int64 [B, h, P]: 0 for the best `shares[0]` of the pages that `may` change, 1
+    for the next ones, and so on."""
     order = value.masked_fill(~may, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(
         -1, order, torch.arange(order.shape[-1], device="cpu").expand(order.shape).contiguous()
@@ -34,9 +35,10 @@ def rungs(value: Tensor, may: Tensor, shares: tuple[float, ...]) -> Tensor:
 
 
 def plan(store: PageStore, policy: Policy, stored: StoredTokens, keep: Tensor) -> Tensor:
-    """int32 [B, h, P]: (K format << 8 | V format) that each page shall have, -1 for as it is; h as keep [B, h, N] has.
+    """New format of each page, K format << 8 | V format, or -1 for no change: int32 [B, h, P], with h of keep [B, h,
+    N].
 
-    The newest `page_size` slots stay as they are, so that what was appended last can be taken back.
+    Pages of the newest `page_size` slots do not change, so that a crop can remove the last tokens.
     """
     table, heads = store.table, keep.shape[1]
     entries = torch.from_numpy(table.entries).expand(-1, heads, -1)

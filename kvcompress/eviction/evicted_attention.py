@@ -1,9 +1,8 @@
-"""EvictedAttention: how much attention evicted tokens would have had, estimated from summaries of their keys.
+"""EvictedAttention: estimates the attention that evicted tokens would receive, from summaries of their keys.
 
-Of what goes, each KV head keeps a number of clusters: count, mean and variance by dim of the keys. For a query q,
-keys of a cluster that are normal with these give sum exp(q.k) = n exp(q.mean + var(q) / 2): the cluster's part of
-the softmax that is no longer computed. Source: the Gaussian moments that Expected Attention uses (arXiv 2510.00636),
-turned around: there the query is unknown, here the keys are.
+Each KV head keeps clusters of evicted keys: count, mean and variance by dim. If the keys of a cluster are normally
+distributed, a query q has sum exp(q.k) = n exp(q.mean + var(q) / 2) over them: their part of the softmax. Source: the
+Gaussian moments of Expected Attention (arXiv 2510.00636), with unknown keys instead of unknown queries.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ class Summary:
     """Clusters of evicted keys of a layer: count [B, H, M], mean and variance [B, H, M, Dk], float32."""
 
     def __init__(self, batch: int, heads: int, clusters: int, dim: int) -> None:
-        zero = torch.zeros((), dtype=torch.float32, device="cpu")  # memory comes with the first key that goes
+        zero = torch.zeros((), dtype=torch.float32, device="cpu")  # memory is allocated by the first `add`
         self.count = zero.expand(batch, heads, clusters)
         self.mean = zero.expand(batch, heads, clusters, dim)
         self.spread = self.mean  # sums of squares around the mean
 
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Size in bytes."""
         return self.count.nbytes + self.mean.nbytes + self.spread.nbytes
 
     def select(self, index: Tensor) -> None:
@@ -40,14 +39,14 @@ class Summary:
         return twin
 
     def add(self, b: int, h: int, keys: Tensor) -> None:
-        """keys float32 [n, Dk] of head h in row b go: to empty clusters first, then each to the nearest mean."""
+        """Adds evicted keys, float32 [n, Dk], of head h in row b: to empty clusters first, then to the nearest mean."""
         if 0 in self.mean.stride():
             self.count, self.mean, self.spread = (
                 x.clone(memory_format=torch.contiguous_format) for x in (self.count, self.mean, self.spread)
             )
         count, mean, spread = self.count[b, h], self.mean[b, h], self.spread[b, h]
         free = (count == 0).nonzero().flatten()[: len(keys)]
-        if len(free):  # seeds spread over the batch
+        if len(free):  # evenly spaced keys become the first means
             seeds = torch.linspace(0, len(keys) - 1, len(free), dtype=torch.float32, device="cpu").round().long()
             mean[free], count[free] = keys[seeds], 1.0
             rest = torch.ones(len(keys), dtype=torch.bool, device="cpu")
@@ -57,8 +56,8 @@ class Summary:
             return
         nearest = torch.cdist(keys, mean).argmin(1)
         added = torch.zeros_like(count).index_add_(0, nearest, torch.ones(len(keys), dtype=torch.float32, device="cpu"))
-        there = added.clamp(min=1)[:, None]
-        new = torch.zeros_like(mean).index_add_(0, nearest, keys) / there
+        count_added = added.clamp(min=1)[:, None]
+        new = torch.zeros_like(mean).index_add_(0, nearest, keys) / count_added
         within = torch.zeros_like(mean).index_add_(0, nearest, (keys - new[nearest]).square())
         total = (count + added).clamp(min=1)[:, None]
         apart = torch.where(added[:, None] > 0, new - mean, 0.0)
@@ -67,8 +66,8 @@ class Summary:
         count += added
 
     def log_sum(self, q: Tensor, scale: float) -> Tensor:
-        """float32 [B, Hq], estimated: log of the sum of exp(scale q.k) over the evicted keys, -inf for none. q: [B, Hq,
-        Dk]."""
+        """Estimate of log sum exp(scale q.k) over the evicted keys, for q [B, Hq, Dk]: float32 [B, Hq]; -inf if there
+        are none."""
         B, H, _, D = self.mean.shape
         q = q.reshape(B, H, -1, D).float() * scale
         variance = self.spread / self.count.clamp(min=1)[..., None]
@@ -77,7 +76,7 @@ class Summary:
 
 
 class EvictedAttention:
-    """What a layer's evictions took, and what the newest query would have given it."""
+    """The summary of a layer's evicted keys, and the estimate for its newest query."""
 
     def __init__(self, store: PageStore, clusters: int) -> None:
         self.summary = Summary(store.batch, store.num_kv_heads, clusters, store.query_dim)
@@ -97,44 +96,44 @@ class EvictedAttention:
         self.summary.select(index)
 
     def state(self) -> dict[str, Tensor]:
-        """What a file keeps of it."""
+        """The tensors to save in a file."""
         x = self.summary
         shown = {"count": x.count, "mean": x.mean, "spread": x.spread, "estimate": self.evicted_attention()}
         return {f"{_KEY}.{name}": x for name, x in shown.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """The way back; KeyError, ValueError for what no such layer has written."""
+        """Restores what `state` returned. Raises KeyError or ValueError for other data."""
         x = self.summary
         for name, now in (("count", x.count), ("mean", x.mean), ("spread", x.spread), ("estimate", self.estimate)):
             came = state[f"{_KEY}.{name}"]
             if came.shape != now.shape or came.dtype != now.dtype or not bool(came.isfinite().all()):
-                raise ValueError(f"expected numbers {list(now.shape)} of what was evicted, got others: {name}")
+                raise ValueError(f"expected finite {name} of evicted keys, {list(now.shape)}, got {list(came.shape)}")
         x.count, x.mean, x.spread = (state[f"{_KEY}.{name}"].clone() for name in ("count", "mean", "spread"))
         self.estimate, self.newest = state[f"{_KEY}.estimate"].clone(), None
 
     def on_attended(self, q: Tensor, lse: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0) -> None:
-        """The last of the queries [B, Hq, T, Dk] with lse [B, Hq, T] is the newest. ValueError for attention that a
-        Gaussian says nothing about."""
+        """Queries [B, Hq, T, Dk] have attended with lse [B, Hq, T]; the last one is kept. Raises ValueError for
+        attention that the estimate does not cover."""
         if window or softcap:
             raise ValueError(
-                f"Watch: expected attention over everything, without softcap, got window {window}, softcap {softcap}"
+                f"Watch: expected attention without window and softcap, got window {window}, softcap {softcap}"
             )
         self.newest = q[:, :, -1], lse[:, :, -1], scale
 
     def about_to_evict(self, keys: Tensor, slots: Tensor, keep: Tensor) -> list[tuple[int, int, Tensor]]:
-        """(row, head, keys [n, Dk]) of the tokens that keep [B, 1 or H, N] drops, of keys and slots by index."""
+        """(row, head, keys [n, Dk]) of the tokens that keep [B, 1 or H, N] evicts; keys and slots by index."""
         drop = (~keep & (slots >= 0)).expand(keys.shape[:3])
         return [(b, h, keys[b, h, drop[b, h].to(keys.device)].cpu()) for b, h in drop.any(2).nonzero().tolist()]
 
     def add(self, lost: list[tuple[int, int, Tensor]]) -> None:
-        """These were evicted; queries so far do not miss them: they saw them."""
+        """Adds evicted keys. The estimate for the last query is made first, as that query has seen them."""
         self.estimate = self.evicted_attention()
         for b, h, keys in lost:
             self.summary.add(b, h, keys)
 
     def evicted_attention(self) -> Tensor:
-        """float32 [B]: of the newest query's attention, mean over query heads, the part that evicted tokens would have
-        had."""
+        """Share of the newest query's attention that evicted tokens would receive, mean over query heads: float32
+        [B]."""
         if self.newest is not None:
             q, lse, scale = self.newest
             self.estimate, self.newest = share(self.summary.log_sum(q.cpu(), scale), lse.cpu()).mean(1), None
@@ -142,5 +141,5 @@ class EvictedAttention:
 
 
 def share(evicted: Tensor, kept: Tensor) -> Tensor:
-    """Of the whole softmax the part whose log-sum is `evicted`; 0 where nothing was evicted."""
+    """Share of the softmax with log-sum `evicted`, next to `kept`; 0 if nothing was evicted."""
     return (evicted - torch.logaddexp(evicted, kept)).exp().nan_to_num(0.0)

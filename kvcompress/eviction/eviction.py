@@ -1,4 +1,4 @@
-"""Eviction: a policy at work in one layer. What PagedKV calls when it has one."""
+"""Eviction: applies a policy to one layer. Called by PagedKV."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .positions import MovedSinks, own_sinks
 
 
 class Eviction:
-    """Counts what each row holds, gathers what the policy needs, and evicts when a row is over its budget. Plans on the
-    host, for pages of any device.
+    """Tracks the tokens of each row, collects what the policy needs (queries, attention), and evicts when a row exceeds
+    its budget. Plans on the host, for pages on any device.
 
-    deferred: evictions wait for `evict_over_budget()`; else they follow every append.
+    deferred: evict only in `evict_over_budget()` instead of after every append.
     """
 
     def __init__(
@@ -39,30 +39,31 @@ class Eviction:
             check_latent(policy)
         if policy.needs_rope and rope is None:
             raise ValueError(
-                f"PagedKV: policy: {policy!r} wants rope= (frequencies of the model's RoPE), which a KVCache finds"
+                f"PagedKV: policy: {policy!r}: expected rope=, the frequencies of the model's RoPE, got none; a "
+                "KVCache passes it"
             )
         if policy.positions == "cache":
             if rope is None or policy.sinks != store.sinks or store.fill[0] or store.basis:
                 raise ValueError(
-                    "PagedKV: policy: positions='cache' wants rope= (frequencies of the model's RoPE; a KVCache finds "
-                    f"them): expected sinks={policy.sinks} as the policy has, a head dim that pages take as it is, no "
-                    f"calibration, got "
-                    f"sinks={store.sinks}, {store.fill[0]} dims filled up; take positions='original' or another format"
+                    "PagedKV: policy: positions='cache': expected rope= (frequencies of the model's RoPE; a KVCache "
+                    f"passes it), sinks={policy.sinks} as in the policy, a head dim that pages store without padding, "
+                    f"and no calibration, got sinks={store.sinks}, {store.fill[0]} dims of padding; use "
+                    "positions='original' or another format"
                 )
             self.sinks = MovedSinks(rope.to(store.device))
         self.store, self.policy, self.layer, self.layers = store, policy, layer, layers
         self.op: AttendOp = op
-        self.offload: Offload | None = None  # what moves the pages elsewhere
+        self.offload: Offload | None = None  # offloaded pages of the layer
         self.deferred = False
-        self.late = False  # an eviction found no memory, or waits for a crop: the next call begins with it
+        self.overdue = False  # the next call starts with an eviction: one ran out of memory, or waits for a crop
         if policy.needs_attention:
             store.table.keep_scores(True)
         self.reset()
 
     @classmethod
     def bare(cls, store: PageStore, pads: Pads | None, op: AttendOp) -> Eviction:
-        """For a layer without a policy, of which nothing was dropped yet. pads: its pads; if None the slots that it
-        does not store."""
+        """For a layer without a policy that has evicted nothing yet. pads: its padding; None: all slots that are not
+        stored."""
         made = cls(store, Policy(1 << 40, sinks=0), op=op)
         if pads:
             made.pads = pads.clone()
@@ -74,11 +75,11 @@ class Eviction:
         return made
 
     def reset(self) -> None:
-        """The layer is empty."""
+        """The layer is empty again."""
         self.pads, self.count = Pads(self.store.batch), 0
         if self.sinks:
             self.sinks.reset()
-        self.room = self.last = 0  # tokens until a row can be over its budget; of the last call
+        self.room = self.last = 0  # room: tokens until a row can exceed its budget; last: tokens of the last call
         self.accumulated = AccumulatedAttention(self.store, self.policy)
         self.evicted = self._none_evicted()
 
@@ -86,7 +87,7 @@ class Eviction:
         return EvictedAttention(self.store, self.policy.clusters) if self.policy.clusters else None
 
     def clone(self, store: PageStore) -> Eviction:
-        """The same for a copy of the layer."""
+        """A copy for a copy of the layer."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.sinks = self.sinks.clone() if self.sinks else None
@@ -95,28 +96,29 @@ class Eviction:
         twin.store, twin.pads, twin.accumulated = store, self.pads.clone(), self.accumulated.clone(store)
         return twin
 
-    # ------------------------------------------------------------------ what happens to the layer
+    # ------------------------------------------------------------------ events of the layer
 
     def wants_attention(self, T: int) -> bool:
-        """Must the attention of a call of T tokens be returned? For policies that ask for the last queries'
-        attention that is cheaper, token by token just before an eviction, than asking them again."""
+        """True if a call of T tokens must return its attention. For policies with a `window`, that is cheaper in the
+        steps just before an eviction than computing it again."""
         return self.policy.needs_attention or (T == 1 and max(1, self.room) <= self.policy.window)
 
     def on_appended(self, T: int, own: Tensor | None) -> None:
-        """T slots have been appended; own: bool [B, T], False at pads."""
+        """T slots were appended; own: bool [B, T], False at padding."""
         self.accumulated.take_up(self.attention_of)
         if own is not None:
             self.pads.append(self.store.seen - T, own)
         self.room, self.last = self.room - T, T
 
     def defers(self, drafts: bool) -> bool:
-        """After a call, where drafts may come: what it brings waits for the next one, and for the crop before it."""
-        self.late = self.late or (drafts and self.last <= DRAFT)
-        return self.late
+        """True if the eviction after this call waits for the next one, because a crop may reject its tokens (drafts of
+        speculative decoding)."""
+        self.overdue = self.overdue or (drafts and self.last <= DRAFT)
+        return self.overdue
 
     def on_attended(self, q: Tensor, lse: Tensor, received: Tensor, **attention: Any) -> None:
-        """q [B, Hq, T, Dk], NaN at pads, has attended: lse [B, Hq, T]; received [B, H, N] by index, what tokens got (or
-        N = 0)."""
+        """Queries q [B, Hq, T, Dk], NaN at padding, have attended with lse [B, Hq, T]; received: the attention of each
+        token by index, [B, H, N], or N = 0."""
         if self.evicted:
             self.evicted.on_attended(q, lse, **attention)
         self.accumulated.on_attended(q, received, attention)
@@ -149,21 +151,21 @@ class Eviction:
             return accumulated_attention(self.store, q, self.op, **attention)
 
     def present(self) -> contextlib.AbstractContextManager[None]:
-        """While pages are read: those that are elsewhere are there."""
+        """Context manager to read pages: offloaded pages are fetched."""
         return self.offload.present() if self.offload else contextlib.nullcontext()
 
     def onload(self) -> None:
-        """Before pages change: they are back, and the scores up to date."""
+        """Before pages change: moves offloaded pages back to the pool and updates the scores."""
         if self.offload:
             self.offload.onload()
         self.flush_scores()
 
     def flush_scores(self) -> None:
-        """Before the table changes, or somebody reads its scores."""
+        """Updates the scores in the table. Called before the table changes or its scores are read."""
         self.accumulated.flush_scores()
 
     def on_cropped(self, seen: int) -> None:
-        """Slots from `seen` on are forgotten."""
+        """Slots from `seen` on were removed."""
         self.pads.crop(seen)
         self.accumulated.on_cropped(seen)
         self.room = 0
@@ -174,7 +176,7 @@ class Eviction:
                 self.sinks.reset()
 
     def on_selected(self, index: np.ndarray) -> None:
-        """Row i is old row index[i]."""
+        """Row i is now the old row index[i]."""
         self.pads.select(index.tolist())
         if self.sinks:
             self.sinks.select(index.tolist())
@@ -184,7 +186,7 @@ class Eviction:
             self.evicted.select(torch.from_numpy(index))
 
     def on_restored(self, queries: Sequence[Tensor] = ()) -> None:
-        """The layer has taken over tokens, and has had these queries last; pads are those before a row's first one."""
+        """The layer was filled with tokens; `queries` are its last. Slots before a row's first token are padding."""
         rows = self.store.table.rows
         self.pads.runs = [[(0, int(first))] if first else [] for first in rows[:, 0, 1]]
         self.room = 0
@@ -194,21 +196,21 @@ class Eviction:
     # ------------------------------------------------------------------ what is stored
 
     def real(self) -> Tensor:
-        """int64 [B]: tokens of each row so far."""
+        """Number of tokens of each row so far, evicted ones included: int64 [B]."""
         return torch.tensor([self.store.seen - self.pads.count(b) for b in range(self.store.batch)], device="cpu")
 
     def scores(self) -> Tensor:
-        """float32 [B, H, capacity] by index; the core's memory."""
+        """Scores by index: float32 [B, H, capacity], a view of the table's memory."""
         self.flush_scores()
-        scores = torch.from_numpy(self.store.table.scores)  # flat while there are none
+        scores = torch.from_numpy(self.store.table.scores)  # 1-D while it is empty
         return scores.reshape(self.store.batch, self.store.num_kv_heads, scores.shape[-1])
 
     def slots(self) -> Tensor:
-        """int32 [B, 1 or H, N] by index, -1 where no token is."""
+        """Slots by index: int32 [B, 1 or H, N]; -1: no token."""
         return slots_of(self.store.table)
 
     def stored(self) -> StoredTokens:
-        """What the policy sees."""
+        """The tokens as the policy sees them."""
         runs = [(b, *run) for b, row in enumerate(self.pads.runs) for run in row]
         slots, positions = self.store.table.tokens(np.array(runs, np.int64).reshape(-1, 3))
         scores = self.scores()[:, :, : slots.shape[2]] if self.policy.needs_attention else None
@@ -247,7 +249,7 @@ class Eviction:
     # ------------------------------------------------------------------ files
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(as JSON takes it, tensors): what a policy at work knows next to the table."""
+        """(JSON-serializable dict, tensors): the state outside of the table."""
         seen = self.accumulated
         seen.take_up(self.attention_of)
         plain: dict[str, Any] = {"pads": self.pads.runs, "count": self.count, "attention": seen.attention}
@@ -260,7 +262,7 @@ class Eviction:
         return plain, tensors
 
     def restore(self, plain: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """The way back, after the table's. Raises ValueError, KeyError, TypeError for what no layer has written."""
+        """Restores what `state` returned, after the table. Raises ValueError, KeyError or TypeError for other data."""
         store = self.store
         queries = [tensors["queries"][..., : store.query_dim]] if "queries" in tensors else []
         if any(x.dim() != 4 or x.shape[0] != store.batch for x in queries):
@@ -279,19 +281,19 @@ class Eviction:
     # ------------------------------------------------------------------ evicting
 
     def live(self) -> Tensor:
-        """int64 [B]: tokens of each row, over all heads."""
+        """Number of stored tokens of each row, summed over heads: int64 [B]."""
         return torch.from_numpy(self.store.table.live)
 
     def keep(self, stored: StoredTokens) -> Tensor:
-        """bool [B, 1 or H, N] by index: what the policy wants to stay."""
+        """The tokens that the policy keeps: bool [B, 1 or H, N] by index."""
         return self.policy.keep(stored).cpu()
 
     def evict(self, keep: Tensor, formats: Tensor | None) -> bool:
-        """Drops the tokens where keep is False. False if nothing changes, here or where the other tokens are."""
+        """Evicts the tokens where keep is False. Returns False if nothing changes, on any rank."""
         return tokens.drop(self.store, keep, formats)
 
     def rows_over_budget(self) -> list[bool] | None:
-        """For each row: is it over its budget by `slack`? None if none is. Budgets never fall."""
+        """For each row, whether it exceeds its budget by `slack`; None if no row does. Budgets never decrease."""
         if self.room > 0:
             return None
         store, policy, H = self.store, self.policy, self.store.num_kv_heads
@@ -300,25 +302,25 @@ class Eviction:
         limits = [policy.limit(n, self.layer, self.layers) for n in real]
         over = [live - H * (limit + slack) for live, limit in zip(self.live().tolist(), limits, strict=True)]
         self.room = -(max(over) // H)
-        if self.room > policy.window:  # the budget has grown with the sequence
+        if self.room > policy.window:  # the budget grew with the sequence
             self.accumulated.window = None
         return [x >= 0 for x in over] if max(over) >= 0 else None
 
     def evict_over_budget(self) -> None:
-        """Evicts in rows that are over their budget by the policy's slack, if there are any."""
+        """Evicts from all rows that exceed their budget by the policy's slack."""
         self.accumulated.take_up(self.attention_of)
         over = self.rows_over_budget()
         if over is None:
             return
         if self.policy.window and not self.accumulated.queries:
             raise ValueError(
-                f"{type(self.policy).__name__}: expected the last queries, got none: tokens were appended without "
+                f"{type(self.policy).__name__}: expected the last queries, got none, as tokens were appended without "
                 "attention; attend through the layer (kvcompress.enable(model))"
             )
         self.evict_rows(over)
 
     def evict_rows(self, over: list[bool]) -> None:
-        """Evicts in the rows where `over` is True."""
+        """Evicts from the rows where `over` is True."""
         store, policy = self.store, self.policy
         self.onload()
         stored = self.stored()
@@ -326,7 +328,7 @@ class Eviction:
         if keep.shape[1] < stored.line_slots.shape[1]:
             keep = keep.expand(stored.slots.shape)
         keep = keep.contiguous()
-        keep[:, :, : store.sinks] = True  # sinks of the table
+        keep[:, :, : store.sinks] = True  # the table never evicts its sinks
         if not all(over):
             keep = keep | ~torch.tensor(over, device="cpu")[:, None, None]
         formats = demotion.plan(store, policy, stored, keep & (stored.line_slots >= 0)) if policy.ladder else None
@@ -335,24 +337,25 @@ class Eviction:
         if self.drop(keep, formats):
             self.rows_over_budget()
         else:
-            self.room = policy.slack or store.page_size  # all that is over the budget is protected
+            self.room = policy.slack or store.page_size  # all tokens over the budget are protected
 
     def evict_or_defer(self) -> None:
-        """`evict_over_budget` after a call has stored its tokens and must not fail any more: one of the errors in LOST
-        defers the eviction to `evict_deferred`."""
+        """`evict_over_budget` after a call has stored its tokens and must not raise: on one of the errors in LOST the
+        eviction is left to `evict_deferred`."""
         try:
             self.evict_over_budget()
         except LOST:
-            self.late, self.room = True, 0
+            self.overdue, self.room = True, 0
 
     def evict_deferred(self) -> None:
-        """Before a call: the eviction that was deferred. Raises one of LOST, and changes nothing, if it fails again."""
-        if self.late:
+        """Runs an overdue eviction, before a call. If it fails again, raises one of LOST and changes nothing."""
+        if self.overdue:
             self.evict_over_budget()
-            self.late = False
+            self.overdue = False
 
     def drop(self, keep: Tensor, formats: Tensor | None = None) -> bool:
-        """keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`. False if that changes nothing."""
+        """Evicts all tokens but keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`. Returns False if that
+        changes nothing."""
         self.onload()
         lost = self.evicted.about_to_evict(self.read()[0], self.slots(), keep) if self.evicted else None
         if self.sinks and self.store.sinks:
@@ -368,8 +371,8 @@ class Eviction:
             self.sinks.move(self.store, evicted.tolist(), self.read(self.store.sinks)[0])
         return True
 
-    def most(self) -> int:
-        """Tokens that the fullest row holds, mean over its heads."""
+    def longest_row(self) -> int:
+        """Number of tokens of the row with the most, mean over its heads."""
         return -(-int(self.live().max()) // self.store.num_kv_heads)
 
     def in_order(self) -> tuple[Tensor, Tensor]:
@@ -377,16 +380,16 @@ class Eviction:
         with self.present():
             return tokens.in_order(self.store)
 
-    def there(self) -> Tensor | None:
-        """bool [B, 1 or H, seen]: True at stored slots and at pads; None if nothing has been evicted."""
+    def not_evicted(self) -> Tensor | None:
+        """bool [B, 1 or H, seen]: False at slots of evicted tokens; None if nothing has been evicted."""
         if not self.count:
             return None
         slots = self.slots().long()
-        there = (~self.pads.real(self.store.seen))[:, None].repeat(1, slots.shape[1], 1)
-        width = there.shape[2]
-        there = torch.cat([there, there[:, :, :1]], 2).scatter(2, slots.masked_fill(slots < 0, width), True)
-        return there[:, :, :width]
+        kept = (~self.pads.real(self.store.seen))[:, None].repeat(1, slots.shape[1], 1)
+        width = kept.shape[2]
+        kept = torch.cat([kept, kept[:, :, :1]], 2).scatter(2, slots.masked_fill(slots < 0, width), True)
+        return kept[:, :, :width]
 
     def kept(self) -> Kept:
-        """What is kept, in order."""
+        """The stored tokens, in sequence order."""
         return tokens.kept(self.stored())

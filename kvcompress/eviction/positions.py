@@ -1,8 +1,8 @@
-"""Positions inside the cache, for StreamingLLM beyond the trained length (2309.17453, section 3.2).
+"""Positions in the cache, for StreamingLLM beyond the trained length (arXiv 2309.17453, section 3.2).
 
-RoPE scores depend on the distance between query and key alone. Between a query and the window it is the same in the
-cache as in the sequence; only the sinks are too far off, by the tokens that were evicted between. So the raw sinks are
-rotated forward by that many, from the keys as they were written: S rows at every eviction; nothing else is touched.
+RoPE scores depend only on the distance between query and key. For the window it is the same in the cache as in the
+sequence; the sinks are too far by the number of tokens evicted in between. So every eviction rotates the raw sinks
+forward by that number, from the keys as they were written: S rows; nothing else changes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .. import formats, ops
 from ..store.page_store import PageStore
 from ..store.serialize import page_size
 
-# Halves of the head are rotated, as in Llama; others pair neighbours, or rotate a part of the head.
+# Models that rotate halves of the head, as Llama; others pair adjacent dims, or rotate a part of the head.
 _MODELS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "olmo2")
 
 
 def frequencies(config: Any, head_dim: int) -> Tensor:
-    """float64 [Dk / 2] of a model's RoPE. ValueError where keys cannot be rotated any further: another kind of position
-    (ALiBi, learned, mrope), or frequencies that change with the length (dynamic, longrope)."""
+    """Frequencies of a model's RoPE: float64 [Dk / 2]. Raises ValueError if keys cannot be rotated afterwards: other
+    positions (ALiBi, learned, mrope), or frequencies that depend on the length (dynamic, longrope)."""
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "none")
     if config.model_type not in _MODELS or kind not in ("default", "linear"):
@@ -36,11 +36,11 @@ def frequencies(config: Any, head_dim: int) -> Tensor:
 
 
 class MovedSinks:
-    """The sinks of a layer, rotated forward by what has been evicted from each row."""
+    """The sinks of a layer, rotated forward by the number of tokens evicted from each row."""
 
     def __init__(self, frequency: Tensor) -> None:
         self.frequency = frequency
-        self.rows: dict[int, tuple[int, Tensor]] = {}  # how far, and as they were written: float64 [H, S, Dk]
+        self.rows: dict[int, tuple[int, Tensor]] = {}  # (rotated by, keys as they were written: float64 [H, S, Dk])
 
     def clone(self) -> MovedSinks:
         """An independent copy."""
@@ -49,12 +49,12 @@ class MovedSinks:
         return twin
 
     def to(self, device: torch.device) -> None:
-        """Rotates there."""
+        """Moves its tensors to `device`."""
         self.frequency = self.frequency.to(device)
         self.rows = {b: (n, k.to(device)) for b, (n, k) in self.rows.items()}
 
     def reset(self) -> None:
-        """The layer is empty."""
+        """The layer is empty again."""
         self.rows = {}
 
     def select(self, index: list[int]) -> None:
@@ -62,12 +62,12 @@ class MovedSinks:
         self.rows = {i: self.rows[b] for i, b in enumerate(index) if b in self.rows}
 
     def state(self) -> tuple[dict[int, int], dict[str, Tensor]]:
-        """For files: how far each row's sinks were rotated, and their keys."""
+        """State for files: by how much each row's sinks were rotated, and their keys."""
         far = {b: n for b, (n, _) in self.rows.items()}
         return far, {f"sinks.{b}": k.cpu() for b, (_, k) in self.rows.items()}
 
     def restore(self, store: PageStore, far: dict[Any, Any], tensors: dict[str, Any]) -> None:
-        """The way back. Raises ValueError, KeyError, TypeError for what `state` has not given."""
+        """Restores what `state` returned. Raises ValueError, KeyError or TypeError for other data."""
         shape = (store.num_kv_heads, store.sinks, store.head_dim)
         for b, n in far.items():
             keys = tensors[f"sinks.{b}"]
@@ -76,7 +76,7 @@ class MovedSinks:
             self.rows[int(b)] = int(n), keys.to(store.device)
 
     def move(self, store: PageStore, evicted: list[int], keys: Tensor) -> None:
-        """`evicted` tokens of each row were dropped; keys: float [B, H, S, Dk], the sinks as the layer holds them."""
+        """Rotates the sinks by `evicted` tokens for each row; keys: the sinks as stored, float [B, H, S, Dk]."""
         for b, n in enumerate(evicted):
             before, k = self.rows.get(b, (0, keys[b].double()))
             if n == before:
@@ -90,7 +90,8 @@ class MovedSinks:
 
 
 def own_sinks(store: PageStore) -> None:
-    """Sinks that rows share become each row's own, before anything moves. MemoryError: some are; nothing else is."""
+    """Copies sink pages that are shared, before they are rotated. On MemoryError some are copied already, which has no
+    other effect."""
     table, pool = store.table, store.pool
     for b, entry in enumerate(table.entries[:, 0, 0].tolist()):
         offset = formats.offset_of(entry)
@@ -104,11 +105,11 @@ def own_sinks(store: PageStore) -> None:
 
 
 def _write(store: PageStore, b: int, keys: Tensor) -> None:
-    """keys [H, S, Dk] into the sink page of row b."""
+    """Writes keys [H, S, Dk] to the sink page of row b."""
     raw, tokens = formats.resolve("raw", store.dtype), -(-store.sinks // 16) * 16
     k = pad(keys, (0, 0, 0, tokens - store.sinks))[None]
     pages = ops.pack(k, k.new_zeros(*k.shape[:3], store.page_dims[1]), raw, raw, tokens)[0, 0]
     H, size = pages.shape
-    of_keys = tokens * k.shape[3] * k.itemsize  # come first in a page
+    of_keys = tokens * k.shape[3] * k.itemsize  # a page starts with the keys
     offset = formats.offset_of(int(store.table.entries[b, 0, 0]))
     store.views()[0][offset : offset + H * size].view(H, size)[:, :of_keys] = pages[:, :of_keys]

@@ -1,4 +1,4 @@
-"""The tokens of a PageStore by index, the order in which tables hold them: read, measured, dropped."""
+"""Reading, scoring and evicting the tokens of a PageStore by index, the order in which the table stores them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..store.device_memory import sent
 from ..store.page_store import PageStore
 from ..store.sequence import Kept, slots_of
 
-_PART = 8192  # tokens of a head that are decoded at a time
+_PART = 8192  # tokens of a head to decode at a time
 
 
 def read(store: PageStore, count: int | None = None, start: int = 0) -> tuple[Tensor, Tensor]:
-    """K and V as attention takes them, by index, float32 on the layer's device: of `count` tokens, or all, from the
-    `start`-th on."""
+    """Dequantized K and V by index, float32 on the layer's device: of `count` tokens (None: all) from index `start`
+    on."""
     slots = slots_of(store.table)
     index = torch.arange(-start, slots.shape[2] - start, dtype=torch.int32, device="cpu")
     index = index.expand(slots.shape).contiguous()
@@ -30,7 +30,7 @@ def read(store: PageStore, count: int | None = None, start: int = 0) -> tuple[Te
 
 
 def _parts(store: PageStore, side: int) -> Iterator[Tensor]:
-    """K or V by index, zeros where no token is, some tokens at a time."""
+    """K or V by index in pieces of _PART tokens; zero where there is no token."""
     live = sent(slots_of(store.table) >= 0, store.device)[..., None]
     for start in range(0, live.shape[2], _PART):
         part = live[:, :, start : start + _PART]
@@ -38,13 +38,13 @@ def _parts(store: PageStore, side: int) -> Iterator[Tensor]:
 
 
 def measure(store: PageStore, kind: int) -> Tensor:
-    """A number for each stored token, [B, H, N] by index: see `ops.score_tokens`."""
+    """`ops.score_tokens` for each stored token: [B, H, N] by index."""
     if store.as_given and not store.mirror and not store.latent:
         return ops.score_tokens(
             *store.views(), store.num_kv_heads, store.head_dim, store.value_dim, store.table.longest,
             store.page_size, store.sinks, kind,
         )  # fmt: skip
-    # Pages hold more than the row, or other coordinates, or latents, or are on a device, which has no such kernel.
+    # Without the op: padded head dims, a calibration, latents, or pages on a device, which has no such kernel.
     if kind < 2:
         return torch.cat([x.norm(dim=-1) for x in _parts(store, kind)], 2).cpu()
     mean = torch.stack([normalize(x, dim=-1).sum(2, keepdim=True) for x in _parts(store, 0)]).sum(0)
@@ -52,13 +52,14 @@ def measure(store: PageStore, kind: int) -> Tensor:
 
 
 def in_order(store: PageStore) -> tuple[Tensor, Tensor]:
-    """K, V [B, H, kept, D] in the layer's dtype, in order; ValueError unless all rows and heads hold as many."""
+    """K, V [B, H, kept, D] in the layer's dtype, in sequence order. Raises ValueError unless all rows and heads store
+    the same number of tokens."""
     slots = slots_of(store.table).expand(-1, store.num_kv_heads, -1)
     counts = (slots >= 0).sum(-1)
     if bool((counts != counts.flatten()[0]).any()):
         raise ValueError(
-            "kvcompress: expected rows and heads that keep the same number of tokens, for attention outside of the "
-            "cache; got others: kvcompress.enable(model)"
+            "kvcompress: expected the same number of tokens in all rows and heads, for attention outside of the cache, "
+            "got different numbers; call kvcompress.enable(model)"
         )
     order = torch.where(slots < 0, -1, slots).argsort(-1)[:, :, slots.shape[2] - int(counts.flatten()[0]) :]
     order = order.to(store.device)
@@ -69,7 +70,7 @@ def in_order(store: PageStore) -> tuple[Tensor, Tensor]:
 
 
 def kept(stored: StoredTokens) -> Kept:
-    """Slots, positions and scores in the order of the sequence."""
+    """Slots, positions and scores in sequence order."""
     slots: list[list[Tensor]] = []
     positions: list[list[Tensor]] = []
     scores: list[list[Tensor]] = []
@@ -83,7 +84,7 @@ def kept(stored: StoredTokens) -> Kept:
 
 
 def by_index(store: PageStore, keep: Any) -> Tensor:
-    """bool [B, 1 or H, N] by index, of keep [B, seen] or [B, H, seen] by slot."""
+    """bool [B, 1 or H, N] by index, from keep [B, seen] or [B, H, seen] by slot."""
     H = store.num_kv_heads
     if not isinstance(keep, Tensor):
         raise TypeError(f"evict: keep: expected a bool tensor, got {type(keep).__name__}")
@@ -102,9 +103,9 @@ def by_index(store: PageStore, keep: Any) -> Tensor:
 def drop(
     store: PageStore, keep: Tensor, formats: Tensor | None = None, agree: Callable[[bool], None] | None = None
 ) -> bool:
-    """Drops the stored tokens of `store` where keep, bool [B, 1 or H, N] by index, is False: plan, copy, commit.
-    formats: int32 [B, 1 or H, P], what closed pages are written anew in; -1: as they are. agree: hears whether anything
-    would change, and may raise. False if nothing changes."""
+    """Evicts the stored tokens where keep, bool [B, 1 or H, N] by index, is False: plan, copy, commit. formats: int32
+    [B, 1 or H, P], new formats of sealed pages; -1: no change. agree: called with whether anything would change; may
+    raise. Returns False if nothing changes."""
     table, planned = store.table, None
     try:
         planned = table.plan_evict(keep.numpy(), None if formats is None else formats.numpy())

@@ -181,7 +181,7 @@ def _dense_attention(
 
 
 def _without_evicted(
-    module: torch.nn.Module, there: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+    module: torch.nn.Module, kept: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
     mask: torch.Tensor | None, causal: bool, window: int,
 ) -> torch.Tensor:  # fmt: skip
     """bool [B, Hq, q, kv]: what each query sees of the slots, for a layer that has evicted some."""
@@ -190,10 +190,10 @@ def _without_evicted(
             f"kvcompress: {type(module).__name__}: expected causal attention of a cache that evicts; {_HINT}"
         )
     q_length, kv_length = query.shape[2], key.shape[2]
-    there = F.pad(there.to(query.device), (0, kv_length - there.shape[2]), value=True)
-    there = there.expand(-1, key.shape[1], -1).repeat_interleave(query.shape[1] // key.shape[1], 1)[:, :, None]
+    kept = F.pad(kept.to(query.device), (0, kv_length - kept.shape[2]), value=True)
+    kept = kept.expand(-1, key.shape[1], -1).repeat_interleave(query.shape[1] // key.shape[1], 1)[:, :, None]
     sees = visible(mask, q_length, kv_length, window, query.device)
-    return there.expand(-1, -1, q_length, -1) if sees is None else sees & there
+    return kept.expand(-1, -1, q_length, -1) if sees is None else sees & kept
 
 
 def _refuse(module: torch.nn.Module, **given: Any) -> None:
@@ -244,8 +244,8 @@ def _flat(
 def _of_chosen(
     query: torch.Tensor, key: Any, block: Any, mask: torch.Tensor | None, indices: Any, causal: bool, window: int
 ) -> torch.Tensor | None:
-    """The mask without the tokens that an indexer has not chosen; a layer of `most` slots holds none of them."""
-    if block is not None and block.layer.most:
+    """The mask without the tokens that an indexer has not chosen; a layer of `max_slots` slots holds none of them."""
+    if block is not None and block.layer.max_slots:
         return mask
     if mask is None or mask.dim() == 2:
         if causal:
@@ -290,8 +290,8 @@ def _dense_pair(
     key, value = block.dense_of(key), block.dense_of(value)
     if block.layer.window:
         mask, window = block.layer.window_mask(given_mask, window)
-    if block.there is not None:
-        mask = _without_evicted(module, block.there, query, key, mask, causal, window)
+    if block.not_evicted is not None:
+        mask = _without_evicted(module, block.not_evicted, query, key, mask, causal, window)
     return key, value, mask, window
 
 

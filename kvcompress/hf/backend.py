@@ -1,4 +1,4 @@
-"""enable(model): selects the fused attention."""
+"""enable(model): makes a model attend through kvcompress."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from .layer_options import is_paged
 
 @dataclass
 class Report:
-    """What `enable` did. fused: attention reads the pages; otherwise a KVCache still works, its layers decoded
-    at every step."""
+    """Result of `enable`.
+
+    model: class of the model; fused: attention reads compressed pages directly (a KVCache works without it too, but
+    decodes its layers at every step); layers: number of layers of each type; notes: limitations, one sentence each.
+    """
 
     model: str
     fused: bool
@@ -35,19 +38,19 @@ class Report:
         first = f"kvcompress: {self.model}: fused attention {state} ({kinds})"
         return "\n".join([first, *(f"  - {note}" for note in self.notes)])
 
-    def __repr__(self) -> str:  # a line: what a prompt shows below what `enable` has printed
+    def __repr__(self) -> str:  # one line, as an interactive prompt shows it below the printed report
         return f"Report({self.model}: fused attention {'on' if self.fused else 'NOT on'})"
 
 
 def base_model(who: str, model: Any) -> PreTrainedModel:
-    """The transformers model itself, or the one that a PEFT adapter was put into. TypeError if it is neither;
-    ValueError for an adapter that takes no cache (prefix tuning)."""
+    """The transformers model itself, or the base model of a PEFT model. Raises TypeError for anything else, ValueError
+    for adapters that replace the cache (prefix tuning)."""
     inner = model
     kind: Any = getattr(getattr(model, "active_peft_config", None), "peft_type", "")
     if kind in ("PREFIX_TUNING", "CARTRIDGE"):
         raise ValueError(
-            f"{who}: model: expected an adapter that leaves the cache alone, got PEFT's {kind.value}, which puts a "
-            "DynamicCache of its own in the place of any; put its prefix into a cache of the base model instead: "
+            f"{who}: model: expected an adapter that does not replace the cache, got PEFT's {kind.value}, which always "
+            "uses a DynamicCache of its own; use the base model with a cache that holds the prefix instead: "
             "KVCache.from_cache(model.get_prompt(batch_size), model.config) (docs/huggingface.md, PEFT)"
         )
     if not isinstance(model, PreTrainedModel) and callable(getattr(model, "get_base_model", None)):
@@ -58,17 +61,17 @@ def base_model(who: str, model: Any) -> PreTrainedModel:
 
 
 def select(model: PreTrainedModel, text: Any, implementation: str) -> None:
-    """Sets the implementation of the text decoder alone: a vision or audio tower keeps its own."""
+    """Sets the attention implementation of the text decoder only; vision and audio towers keep theirs."""
     for name in model.config.sub_configs:
         if getattr(model.config, name, None) is text:
             return model.set_attn_implementation({name: implementation})
     decoders = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x.config is text)
-    next(decoders, model).set_attn_implementation(implementation)  # the model, or what lies deeper (Qwen-Omni)
+    next(decoders, model).set_attn_implementation(implementation)  # the model, or a nested one (Qwen-Omni)
 
 
 @contextmanager
 def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Meanwhile the model's text decoder attends through another implementation."""
+    """Context manager: the text decoder uses another attention implementation."""
     text = text_config(model.config)
     before = text._attn_implementation
     select(model, text, implementation)
@@ -80,28 +83,32 @@ def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Meanwhile the model is in eval mode: no dropout."""
+    """Context manager: the model is in eval mode (no dropout)."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module in training:  # `train()` would also turn on those that were off
+        for module in training:  # `model.train()` would also switch modules that were in eval mode before
             module.training = True
 
 
 def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
-    """Makes `model` attend through kvcompress when its cache is a `KVCache`. Returns a report, printed if
-    `verbose`.
+    """Makes `model` attend to the compressed pages directly when its cache is a `KVCache`. With other caches, or none,
+    its results do not change. Undo with `model.set_attn_implementation("sdpa")`.
 
-    Decode steps that `generate` compiles (on a GPU, with a cache of fixed length) then stand in `KVCache.step`. With
-    other caches, or none, the model computes what it did before. Models that our attention does not fit, or has nothing
-    to do for, are left as they are, and the report says why. Undo with
-    `model.set_attn_implementation("sdpa")`.
+    An unsupported model is not changed, and the report says why. Decode steps that `generate` compiles (on a GPU, with
+    `KVCache(max_length=...)`) then run inside `KVCache.step`.
+
+    Args:
+        model: a transformers model, or a PEFT model.
+        verbose: print the report.
+
+    Returns: a `Report`.
 
     Raises:
-        TypeError: not a transformers model, nor one with a PEFT adapter.
-        ValueError: not a decoder-only language model; an adapter of PEFT's prefix tuning.
+        TypeError: not a transformers or PEFT model.
+        ValueError: not a decoder-only language model; PEFT prefix tuning.
     """
     model = base_model("enable", model)
     text = text_config(model.config)
@@ -114,19 +121,19 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
         model.__dict__["get_compiled_call"] = Stepped(model)
     fused, notes = unfit is None and text._attn_implementation == attention.NAME, []
     if unfit:
-        notes.append(f"{unfit}; the model is left as it is")
+        notes.append(f"{unfit}; the model is not changed")
     elif not fused:
         notes.append(f"{type(model).__name__} does not use transformers' attention interface: decoded at every step")
     shared = sum(reads_others(text, i) for i in range(len(types)))
     own = sum(not is_paged(*x) for x in zip(types, given, text.per_layer_config, strict=False)) - shared
     if own:
-        notes.append(f"{own} of {len(types)} layers stay transformers' own: doctor(model) says which, and why")
+        notes.append(f"{own} of {len(types)} layers keep transformers' own cache; doctor(model) lists them and why")
     if shared:
         notes.append(f"{shared} of {len(types)} layers attend to K and V of the others, which are stored once")
     if "indexed_attention" in types and chosen(text):
         notes.append(
-            f"{types.count('indexed_attention')} of {len(types)} layers choose tokens by an indexer: served up to "
-            f"{chosen(text):,} slots (index_topk), to all of which they attend; an error beyond"
+            f"{types.count('indexed_attention')} of {len(types)} layers select tokens with an indexer: supported up to "
+            f"{chosen(text):,} slots (index_topk), which are all attended to; an error beyond"
         )
     if fused and getattr(text, "kv_lora_rank", None):
         why = unabsorbed(model)

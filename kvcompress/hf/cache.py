@@ -1,4 +1,4 @@
-"""KVCache: the face of PagedKV for transformers. One layer per layer of the model."""
+"""KVCache: a transformers `Cache` with one `PagedKV` per attention layer of the model."""
 
 from __future__ import annotations
 
@@ -41,41 +41,41 @@ from .suspend import MovableCache
 class KVCache(MovableCache, DisplayMixin):
     """A key/value cache for `model.generate(past_key_values=...)` whose attention layers are paged and compressed.
 
-    Layers with a sliding window, or with chunks, hold what their window sees (`spans`, `sinks` and `policy` are not for
-    them). Linear and other layers stay as transformers makes them. `kvcompress.enable(model)` makes
-    attention read the pages directly; without it the layers are decoded for whatever attention the model
-    uses.
+    Layers with sliding-window or chunked attention keep the tokens of their window only (`spans`, `sinks` and `policy`
+    do not apply to them). Linear-attention and other layers keep the cache that transformers gives them. After
+    `kvcompress.enable(model)` attention reads the pages directly; without it every step decodes each layer to dense
+    tensors for the attention implementation of the model.
 
     Args:
-        config: `model.config` itself, not a copy (it tells which attention the model uses).
-        key_or_format: format of K and V: "raw", "int8", "fp8_e4m3", "int4", or of both, "int8/int4". "int8" if None.
-        key, value: formats of K and V apart; `value` follows `key`.
-        policy: which tokens stay, one of `kvcompress.policies`; all if None. See docs/eviction.md.
-        sinks: first tokens of each row, kept raw; the policy's sinks if None, 4 without a policy.
-        residual_length: newest tokens that stay raw at least. None: those of the newest page. 0: none, tokens go
-            straight into sealed pages (8-bit formats).
-        page_size: tokens of a page, a multiple of 16.
+        config: `model.config` itself, not a copy: the cache reads from it which attention the model uses.
+        key_or_format: format of K and V ("raw", "int8", "fp8_e4m3", "int4", ...) or one for each, "int8/int4".
+            Default: "int8".
+        key, value: format of K and of V; `value` defaults to `key`.
+        policy: eviction policy, one of `kvcompress.policies`; None keeps all tokens. See docs/eviction.md.
+        sinks: number of first tokens of each row that stay raw. Default: the policy's sinks; 4 without a policy.
+        residual_length: minimum number of newest tokens that stay raw. None: those of the newest page. 0: none; tokens
+            are written to sealed pages directly (8-bit formats only).
+        page_size: tokens per page, a multiple of 16.
         spans, span_tokens: formats by position; see `kvcompress.quantization.mixed_precision.Spans`.
-        per_layer: {layer: format, K/V formats, or dict of PagedKV's arguments} for single layers; negative
-            numbers count from the last paged layer.
-        guard: guard rails: K must have at least the bits of V; the first and last paged layers go a step up (4 bits to
-            int8, 2 bits to int4).
-        strict: a model's K that its format would break (`hf.format_check.LIMIT`) is a ValueError on the first
-            call of 64 tokens or more, or else before the first seal; without it a warning that names the layers.
-        max_length: slots that the cache holds at most. With it the cache compiles: `torch.compile(model,
-            fullgraph=True)` makes one graph of a decode step that serves every step.
-        max_bytes: limit of the pages of all layers, of which each MiB has pages of one size; 0 for the machine's
-            memory. Reaching it raises MemoryError.
-        pool: the `_C.Pool` to take pages from, shared with other caches (see PrefixCache); if None a new one, without
-            `max_bytes` one for each device of the model.
-        calibration: what `kvcompress calibrate` measured of this model, a file or a `Calibration`: rows of
-            full-attention layers are stored in its coordinates. `cal2` wants it. Not with `group`. Other weights than
-            the measured ones are found in the first call under `enable(model)`, or by `bind(model)`.
-        group: a torch.distributed process group that the tokens are spread over (`kvcompress.parallel.ShardedKV`).
+        per_layer: {layer: format, K/V formats, or dict of PagedKV arguments}. Negative layer numbers count from the
+            last paged layer.
+        guard: safer formats: K must have at least the bits of V, and the first and last paged layers use the next
+            larger format (4 bits: int8; 2 bits: int4).
+        strict: raise ValueError if the keys of the model are too large for their format (`hf.format_check.LIMIT`), on
+            the first call of 64 tokens or more, or else before the first seal. False: warn, and name the layers.
+        max_length: maximum number of slots. The cache is then compilable: `torch.compile(model, fullgraph=True)`
+            compiles one graph for all decode steps.
+        max_bytes: limit in bytes for the pages of all layers, allocated in slabs of 1 MiB or more with pages of one
+            size; MemoryError when it is reached. 0: limited by the machine's memory only.
+        pool: the `_C.Pool` to allocate pages from, shared with other caches (see PrefixCache). Default: a new one;
+            without `max_bytes`, one per device of the model.
+        calibration: result of `kvcompress calibrate` for this model, a path or a `Calibration`. Full-attention layers
+            store K and V in its basis; `cal2` requires it. Not with `group`. Calibrations of other weights are detected
+            in the first call after `enable(model)`, or by `bind(model)`.
+        group: torch.distributed process group to shard the tokens over (`kvcompress.parallel.ShardedKV`).
 
     Raises:
-        ValueError: config not of a decoder-only model with attention; unknown format; options that do not go
-            together.
+        ValueError: not the config of a decoder-only model with attention; unknown format; conflicting options.
         TypeError: `config` is not a transformers config.
     """
 
@@ -128,7 +128,7 @@ class KVCache(MovableCache, DisplayMixin):
         self.forward_pass.strict, self.forward_pass.calibration = strict, measured
         self.forward_pass.fits = misfit(text) is None
         super().__init__(layers=[_layer(self.forward_pass, i, x, slots) for i, x in enumerate(options)])
-        # Every option is tried on the layer's head dims now: a mistake shows here, not later.
+        # Build a layer of each kind now, so that invalid options raise here and not in the first forward pass.
         for x in options:
             if x.paged is not None:
                 basis = x.paged.get("basis")
@@ -139,8 +139,8 @@ class KVCache(MovableCache, DisplayMixin):
     # ------------------------------------------------------------------ other forms
 
     def to_dict(self) -> dict[str, Any]:
-        """The arguments that make such a cache, as JSON takes them (but a calibration that no file has); see
-        `from_dict`."""
+        """The arguments of this cache as a JSON-serializable dict for `from_dict` (a `Calibration` that was not loaded
+        from a file is kept as the object)."""
         options = copy.deepcopy(self._options)
         if options["policy"] is not None:
             options["policy"] = options["policy"].to_dict()
@@ -148,8 +148,8 @@ class KVCache(MovableCache, DisplayMixin):
 
     @classmethod
     def from_dict(cls, config: PreTrainedConfig, options: Mapping[str, Any]) -> KVCache:
-        """An empty cache for the model of `config`. options: keyword arguments of KVCache, as from `to_dict` or JSON
-        (where the numbers of layers are strings). ValueError for a name that is none of them."""
+        """An empty cache for the model of `config`. options: keyword arguments of KVCache, from `to_dict` or from JSON
+        (where layer numbers are strings). Raises ValueError for unknown names."""
         if not isinstance(options, Mapping):
             raise TypeError(f"from_dict: expected a dict of KVCache's options, got {type(options).__name__}")
         known = [name for name in inspect.signature(cls).parameters if name not in ("config", "pool")]
@@ -166,18 +166,18 @@ class KVCache(MovableCache, DisplayMixin):
         attention_mask: torch.Tensor | None = None,
         **options: Any,
     ) -> KVCache:
-        """A KVCache that holds what a DynamicCache holds; the rest are KVCache's arguments.
+        """A KVCache with the contents of a DynamicCache; further arguments are those of KVCache.
 
-        attention_mask: [B, at least seen], 0 at pads, which are then not stored; without it they are, like tokens.
-        Raises TypeError for another kind of cache, ValueError for another model's.
+        attention_mask: [B, at least seen], 0 at padding, which is then not stored; without it padding is stored too.
+        Raises TypeError if `cache` is not a DynamicCache, ValueError if it belongs to another model.
         """
         made = cls(config, *args, **options)
         convert.fill(made, cache, attention_mask)
         return made
 
     def to_dynamic_cache(self) -> DynamicCache:
-        """A DynamicCache with the decoded K and V, independent of this cache; zeros at pads. ValueError where the last
-        pass broke off between layers."""
+        """A DynamicCache with the decoded K and V, independent of this cache; zeros at padding. Raises ValueError if
+        the last forward pass stopped between layers."""
         self.forward_pass.check_even()
         return convert.dense(self)
 
@@ -185,13 +185,13 @@ class KVCache(MovableCache, DisplayMixin):
 
     @property
     def is_compileable(self) -> bool:
-        """Has it a fixed length, and does its model take the masks that `generate` then makes? (PaliGemma 2 does not,
-        nor does it with transformers' StaticCache.)"""
+        """True with `max_length`, unless the model builds its own masks (PaliGemma 2, which does not compile with
+        transformers' StaticCache either)."""
         return super().is_compileable and not self._masks_itself
 
     @property
     def is_updated(self) -> Any:
-        """Not here: AttributeError with what models ask for that have cross-attention."""
+        """Not supported: models with cross-attention need an EncoderDecoderCache around this cache."""
         raise AttributeError(
             "KVCache: is_updated: expected a cache for a model with cross-attention, got one of its decoder alone: "
             "pass transformers.EncoderDecoderCache(cache, DynamicCache())"
@@ -199,7 +199,7 @@ class KVCache(MovableCache, DisplayMixin):
 
     @property
     def max_cache_len(self) -> int:
-        """Not here: AttributeError with what PEFT's prefix tuning needs, which asks for it."""
+        """Not supported: read by PEFT's prefix tuning, which replaces the cache."""
         raise AttributeError(
             "KVCache: max_cache_len: expected a model that keeps the cache that it is given, got PEFT's prefix tuning, "
             "which puts a DynamicCache in its place: KVCache.from_cache(model.get_prompt(batch_size), model.config) "
@@ -209,9 +209,9 @@ class KVCache(MovableCache, DisplayMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See PagedLayer.update. A failure leaves every layer as it was before the forward pass, to the byte. Only the
-        states of linear-attention layers cannot be taken back, except in the first pass: the cache then raises
-        ValueError until `reset()`."""
+        """See PagedLayer.update. On failure all layers are restored to their state before the forward pass. The states
+        of linear-attention layers cannot be restored, except in the first pass: the cache then raises ValueError until
+        `reset()`."""
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
                 f"KVCache: layer_idx: expected 0 to {len(self.layers) - 1}, got {layer_idx}; "
@@ -229,7 +229,7 @@ class KVCache(MovableCache, DisplayMixin):
     def update_eager(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`update` outside of a traced graph."""
+        """`update` outside of compiled graphs."""
         layer: Any = self.layers[layer_idx]
         self.forward_pass.begin(layer_idx, layer)
         if not isinstance(layer, PagedLayer):
@@ -241,26 +241,26 @@ class KVCache(MovableCache, DisplayMixin):
             raise
 
     def step(self) -> AbstractContextManager[None]:
-        """Around each run of a compiled model over one token a row, where the pages are on a GPU and the run is kernels
-        alone (`max_length=`, after a prompt): the host plans before it; after it the tokens are stored, or, if it
-        failed, are not. All rows' tokens are real; stored pads are never seen, whatever mask the model has."""
+        """Context manager around each decode step of a model compiled for the GPU (`max_length=`, after the prompt).
+        Plans the step on entry; commits the tokens on exit, or rolls them back on an error. One token per row, no
+        padding among them; padding of the prompt stays masked, whatever mask the model passes."""
         return static_layer.step(self)
 
     def needs_step(self, device: torch.device) -> bool:
-        """Do graphs of a model on `device` that take this cache run in `step()`?"""
+        """True if compiled graphs of a model on `device` must run inside `step()`."""
         paged = [layer for layer in self.layers if isinstance(layer, StaticPagedLayer)]
         there = [layer.graph_layer is not None if layer.is_initialized else device.type != "cpu" for layer in paged]
         return any(there)
 
     @property
     def is_initialized(self) -> bool:
-        """Has it seen tokens? After `reset()` not: models ask it whether a prompt begins (PaliGemma)."""
+        """True once the cache has seen tokens, False again after `reset()` (PaliGemma detects a prompt by it)."""
         paged = paged_layers(self)
         return super().is_initialized and (not paged or any(layer.get_seq_length() for layer in paged))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last -tokens_to_remove slots. ValueError, and nothing done, where the window of a layer would not
-        be there any more (see `activate_past_recording`)."""
+        """Removes the last -tokens_to_remove slots. Raises ValueError and changes nothing if a sliding-window layer no
+        longer has the tokens of the earlier window (see `activate_past_recording`)."""
         tokens_to_remove = checks.cropped(tokens_to_remove)
         for layer in (x for x in self.layers if isinstance(x, SlidingPagedLayer)):
             layer.check_crop(tokens_to_remove)
@@ -268,7 +268,7 @@ class KVCache(MovableCache, DisplayMixin):
             super().crop(tokens_to_remove)
 
     def reset(self) -> None:
-        """Forgets all tokens; the next call may have another batch size."""
+        """Removes all tokens; the next call may have another batch size."""
         coming, linear = self.forward_pass, [x for x in self.layers if isinstance(x, LinearAttentionCacheLayerMixin)]
         coming.suspended, coming.spoilt = None, bool(linear)  # until all are reset
         with coming.changing():
@@ -280,19 +280,19 @@ class KVCache(MovableCache, DisplayMixin):
         coming.spoilt, coming.states_at = False, -1
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """New batch: row i is old row indices[i]. indices: int64 [rows] or bool [B]."""
+        """Row i of the new batch is row indices[i] of the old one. indices: int64 [rows] or bool [B]."""
         self._rows("batch_select_indices", checks.as_tensor(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, copies side by side; the copies share pages until they differ."""
+        """Repeats each row `repeats` times, as torch.repeat_interleave. Copies share pages until one is written."""
         self._rows("batch_repeat_interleave", repeats)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i is old row beam_idx[i]."""
+        """Row i becomes row beam_idx[i] of the old batch."""
         self._rows("reorder_cache", beam_idx)
 
     def _rows(self, method: str, argument: Any) -> None:
-        """`method` of every layer; of none if one fails."""
+        """Calls `method` of every layer; restores all layers if one fails."""
         others = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
         self.forward_pass.check_there()
         with native_layers.whole(others):
@@ -306,7 +306,7 @@ class KVCache(MovableCache, DisplayMixin):
                     layer.changed()
 
     def __deepcopy__(self, memo: dict) -> KVCache:
-        """An independent cache that shares pages with this one until one of them writes."""
+        """An independent copy; both share pages until one of them writes (copy-on-write)."""
         self.forward_pass.check_there()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
@@ -324,7 +324,7 @@ class KVCache(MovableCache, DisplayMixin):
     # ------------------------------------------------------------------ figures
 
     def kept(self, layer: int) -> Kept:
-        """What layer `layer` keeps: slots, positions, scores, by row and KV head, in the order of the sequence."""
+        """Slots, positions and scores of the tokens that `layer` stores, by row and KV head, in sequence order."""
         self.forward_pass.check_there()
         chosen = self.layers[checks.integer("KVCache: kept: layer", layer, -len(self.layers), len(self.layers) - 1)]
         if not isinstance(chosen, PagedLayer) or not chosen.is_initialized:
@@ -333,21 +333,21 @@ class KVCache(MovableCache, DisplayMixin):
         return chosen.store.kept_heads()
 
     def evicted_attention(self) -> torch.Tensor:
-        """float32 [paged layers, B], experimental: of each layer's attention at the newest token the part that evicted
-        tokens would have had, estimated (`policies.Watch`; docs/eviction.md says how well)."""
+        """Experimental: the estimated share of the newest token's attention that evicted tokens would have received,
+        float32 [paged layers, B]. Needs `policies.Watch`; docs/eviction.md has its accuracy."""
         self.forward_pass.check_there()
         if not (paged := committed_layers(self)):
             raise ValueError("KVCache: evicted_attention: expected a cache that has seen tokens, got an empty one")
         return torch.stack([layer.store.evicted_attention() for layer in paged])
 
     def stats(self) -> dict[str, Any]:
-        """What the cache holds.
+        """Size and contents of the cache, as a dict.
 
-        seen: slots; kept: tokens over all rows; bytes: all that the cache holds, slack included; bytes_per_token: bytes
-        / kept, over all layers; ratio: what DynamicCache would hold, in the model's dtype / bytes; ratio_kept: of the
-        kept tokens alone, without those that a policy has dropped; rewritten: tokens that evictions wrote anew, over
-        all layers; parts: bytes of sealed, open and sink pages, of tables, of the pool's slack, and of other layers
-        (transformers' own). A deep copy shares the pool: pages in common and slack are counted in both.
+        seen: slots; kept: stored tokens, summed over rows; bytes: total, allocator slack included; bytes_per_token:
+        bytes / kept, over all layers; ratio: bytes of a DynamicCache of the same tokens, in the model's dtype / bytes;
+        ratio_kept: the same without evicted tokens; rewritten: tokens that evictions rewrote, summed over layers;
+        parts: bytes of sealed, open and sink pages, of tables, of allocator slack, and of the other layers
+        (transformers' own). A deep copy shares the pool: shared pages and slack are counted in both copies.
         """
         parts = dict.fromkeys(("sealed", "open", "sinks", "tables", "slack", "other"), 0)
         dense, dropped, kept, paged = 0, 0, 0, committed_layers(self)
@@ -391,7 +391,7 @@ class KVCache(MovableCache, DisplayMixin):
 
 
 def _measured(text: PreTrainedConfig, calibration: Any, group: Any) -> Calibration | None:
-    """What is known of the model of `text`; ValueError for another's, and with ranks, which have not all heads."""
+    """The calibration; ValueError if it was measured on another model, or together with `group`."""
     if calibration is None:
         return None
     if group is not None:
@@ -402,12 +402,12 @@ def _measured(text: PreTrainedConfig, calibration: Any, group: Any) -> Calibrati
 
 
 def _layer(forward_pass: ForwardPass, index: int, options: LayerOptions, slots: int | None) -> Any:
-    """Layer `index` of a cache. slots: that it holds at most, where it compiles."""
+    """Layer `index` of a cache. slots: `max_length`, or None."""
     if options.paged is None:
         kind, arguments = options.own
         return kind(**arguments)
-    if options.most:
-        return IndexedPagedLayer(forward_pass, options.paged, options.most)
+    if options.max_slots:
+        return IndexedPagedLayer(forward_pass, options.paged, options.max_slots)
     windowed = bool(options.paged.get("window"))
     if slots is None:
         return (SlidingPagedLayer if windowed else PagedLayer)(forward_pass, options.paged)

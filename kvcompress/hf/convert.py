@@ -34,7 +34,7 @@ def fill(cache: LayeredCache, source: Cache, attention_mask: torch.Tensor | None
     for index, (ours, theirs) in enumerate(pairs):
         paged = isinstance(ours, PagedLayer)
         expected = type(ours) if not paged else DynamicSlidingWindowLayer if ours.window else DynamicLayer
-        if paged and ours.most:
+        if paged and ours.max_slots:
             expected = DYNAMIC_LAYER_TYPE_MAPPING["indexed_attention"]
         window = getattr(theirs, "sliding_window", 0)
         if type(theirs) is not expected or (paged and window != ours.window):
@@ -55,9 +55,9 @@ def fill(cache: LayeredCache, source: Cache, attention_mask: torch.Tensor | None
 def _append(layer: PagedLayer, source: Any, mask: torch.Tensor | None) -> None:
     seen, own = source.get_seq_length(), None
     keys, values = source.keys, source.values
-    if layer.most and seen > layer.most:
+    if layer.max_slots and seen > layer.max_slots:
         raise ValueError(
-            f"from_cache: expected at most {layer.most} slots, the index_topk of this model's config, got {seen}; "
+            f"from_cache: expected at most {layer.max_slots} slots, the index_topk of this model's config, got {seen}; "
             "go on with the DynamicCache"
         )
     if mask is not None:
@@ -71,7 +71,7 @@ def _append(layer: PagedLayer, source: Any, mask: torch.Tensor | None) -> None:
 
 def dense(cache: LayeredCache) -> DynamicCache:
     """A DynamicCache of what `cache` holds, decoded; see KVCache.to_dynamic_cache."""
-    if any(isinstance(layer, PagedLayer) and layer.most for layer in cache.layers):
+    if any(isinstance(layer, PagedLayer) and layer.max_slots for layer in cache.layers):
         raise ValueError(
             "to_dynamic_cache: expected a model without an indexer, got one, whose keys a KVCache does not keep; run "
             "the prompt again with a DynamicCache"

@@ -1,4 +1,4 @@
-"""doctor(model): what each layer of a model gets, and why."""
+"""doctor(model): which cache and which attention each layer of a model uses, and why."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .static_layer import FEW, StaticPagedLayer
 
 @dataclass
 class Row:
-    """One layer. kind: of the config; cache: whose and in which format; attention: `fused` (reads the pages),
-    `decoded` (dense K and V at every step) or `own` (transformers'); why: the reason, if it is not fused."""
+    """One layer. kind: layer type of the config; cache: kind of cache and format; attention: `fused` (reads compressed
+    pages), `decoded` (dense K and V at every step) or `own` (transformers'); why: the reason, if not fused."""
 
     layer: int
     kind: str
@@ -27,7 +27,7 @@ class Row:
 
 @dataclass(repr=False)
 class Diagnosis:
-    """Rows of all layers; `str()` is a table, `repr()` a line: what a prompt shows below the table."""
+    """Result of `doctor`: a `Row` per layer. `str()` is a table, `repr()` one line."""
 
     model: str
     implementation: str
@@ -47,7 +47,7 @@ class Diagnosis:
 
 
 def _reason(model: Any, text: Any, types: list[str], cache: KVCache) -> tuple[str, str]:
-    """(fused or decoded, why) of the paged layers."""
+    """("fused" or "decoded", why) for the paged layers."""
     if cache.forward_pass.config is not text:
         return "decoded", "the cache was made from a copy of the config; make it from model.config"
     if text._attn_implementation == attention.NAME:
@@ -60,23 +60,28 @@ def _reason(model: Any, text: Any, types: list[str], cache: KVCache) -> tuple[st
     )
 
 
-_LIMIT = "to all of which the model attends; a ValueError at slot {}, from which on its indexer chooses"
+_LIMIT = "which are all attended to; ValueError from slot {} on, where the indexer would select tokens"
 
 _COMPILED = f"compiled calls of more than {FEW} tokens, and all of them on a GPU, expand latents"
 
 
 def _others(kind: str) -> str:
-    """Why a layer stays transformers' own."""
+    """Why a layer keeps transformers' own cache."""
     if kind not in ("sliding_attention", "chunked_attention"):
-        return f"{kind}: stays transformers' own"
-    return "a window of 1, or chunks that are no multiple of 16 tokens, stay transformers' own"
+        return f"{kind}: keeps transformers' own cache"
+    return "a window of 1 or a chunk size that is not a multiple of 16 keeps transformers' own cache"
 
 
 def doctor(model: Any, cache: KVCache | str | None = None, *, verbose: bool = True) -> Diagnosis:
-    """Tells for each layer of `model` which cache it gets, whether attention reads its pages as they are, and why not.
+    """Reports for each layer of `model` which cache it uses, whether attention reads the compressed pages directly,
+    and if not, why. Changes nothing.
 
-    cache: a KVCache, or a format to think of ("int8" if None). Printed if `verbose`.
-    Raises TypeError and ValueError as `enable` and KVCache do.
+    Args:
+        model: a transformers model, or a PEFT model.
+        cache: a KVCache of it, or the format of one. Default: "int8".
+        verbose: print the table.
+
+    Returns: a `Diagnosis`. Raises TypeError and ValueError as `enable` and KVCache do.
     """
     inner = backend.base_model("doctor", model)
     if not isinstance(cache, KVCache):
@@ -90,11 +95,11 @@ def doctor(model: Any, cache: KVCache | str | None = None, *, verbose: bool = Tr
             names = "/".join(dict.fromkeys((layer.options["key"], layer.options["value"])))
             where = (
                 " by position" if layer.options.get("spans") and not layer.window else "",
-                f", up to {layer.most:,} slots" if layer.most else "",
+                f", up to {layer.max_slots:,} slots" if layer.max_slots else "",
                 f", {'chunks' if layer.chunked else 'window'} of {layer.window}" if layer.window else "",
             )
             expands = layer.options.get("latent") and how == "fused" and isinstance(layer, StaticPagedLayer)
-            reasons = why, _LIMIT.format(layer.most) if layer.most else "", _COMPILED if expands else ""
+            reasons = why, _LIMIT.format(layer.max_slots) if layer.max_slots else "", _COMPILED if expands else ""
             rows.append(Row(index, kind, f"paged {names}{''.join(where)}", how, "; ".join(filter(None, reasons))))
         elif reads_others(text, index):
             rows.append(Row(index, kind, "an earlier layer's", how, why))

@@ -1,4 +1,4 @@
-"""patch_generate(model): every `generate` of a model with a KVCache, no call site changed."""
+"""patch_generate(model): every `model.generate` uses a KVCache, without changes to the calls."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CACHES = (CACHE_ARGUMENT, "past_key_values", "cache_params")  # names by which 
 
 
 class _Generate:
-    """`model.generate` with a new KVCache for each call that brings no cache and asks for none.
+    """Replacement of `model.generate`: adds a new KVCache to each call that would use a DynamicCache.
 
-    Knows its model weakly, and in a deep copy of the model its copy.
+    Holds a weak reference to its model; in a deep copy of the model, to the copy.
     """
 
     def __init__(self, model: Any, patch: Patch) -> None:
@@ -29,16 +29,16 @@ class _Generate:
         model: Any = self.model()
         if model is None:
             raise RuntimeError(
-                "patch_generate: expected the patched model, got none: it was freed; call model.generate"
+                "patch_generate: expected the patched model, but it was freed; keep it, and call model.generate"
             )
         cache, kwargs = None, {k: v for k, v in kwargs.items() if v is not None or k not in _CACHES}
         if _wants_default(model, args, kwargs):
             cache = kwargs[CACHE_ARGUMENT] = KVCache.from_dict(model.config, self.patch.options).bind(model)
             if _asked(model, args, kwargs, "cache_implementation"):
-                kwargs["cache_implementation"] = None  # next to a cache it is an error
+                kwargs["cache_implementation"] = None  # an error together with a cache
         out = type(model).generate(model, *args, **kwargs)
         if cache is not None:
-            cache.check()  # the host has waited for each token
+            cache.check()  # costs no extra synchronization: generate has waited for each token
             self.patch.calls += 1
             self.patch.last = cache.stats()
         return out
@@ -50,7 +50,7 @@ class _Generate:
 
 
 def _wants_default(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Would this call of generate() make a DynamicCache?"""
+    """True if this call of generate() would create a DynamicCache."""
     if kwargs.keys() & _CACHES or kwargs.get("custom_generate") is not None:
         return False
     made = _asked(model, args, kwargs, "cache_implementation") in (
@@ -62,17 +62,17 @@ def _wants_default(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def _asked(model: Any, args: tuple, kwargs: dict[str, Any], name: str) -> Any:
-    """What generate() takes for an option: an argument, or what a generation config says, the model's last."""
+    """The value generate() uses for an option: the argument, else the given generation config, else the model's."""
     given = kwargs.get("generation_config") or next((a for a in args if isinstance(a, GenerationConfig)), None)
     said = (getattr(config, name, None) for config in (given, model.generation_config))
     return kwargs[name] if name in kwargs else next((x for x in said if x is not None), None)
 
 
 class Patch:
-    """What `patch_generate` did. `undo()`, or the end of a `with` block, takes it back.
+    """Result of `patch_generate`. To revert it, call `undo`, or leave the `with` block.
 
-    options: arguments of the caches that it makes; calls: how many it made; last: `stats()` of the newest at the end of
-    its call, None before.
+    options: arguments of the caches; calls: number of caches created; last: `stats()` of the latest cache at the end of
+    its call, or None; report: `enable`'s report, or None.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class Patch:
         model.__dict__["generate"] = _Generate(model, self)
 
     def undo(self) -> None:
-        """The model's own `generate` and attention again. Patches of one model are undone newest first."""
+        """Restores the model's `generate` and attention. Several patches of one model are reverted in reverse order."""
         model, self._model = self._model() if self._model else None, None
         if model is None:
             return
@@ -116,19 +116,21 @@ class Patch:
 
 
 def patch_generate(model: Any, *args: Any, fused: bool = True, **options: Any) -> Patch:
-    """Makes every `model.generate(...)` use a new `KVCache(model.config, *args, **options)`: pipelines, trainers and
-    evaluation harnesses need no other change.
+    """Makes every `model.generate(...)` use a new `KVCache(model.config, *args, **options)`. For pipelines, trainers
+    and evaluation harnesses that call `generate` themselves.
 
-    For good, or for a block: `with patch_generate(model, "int4"): ...`. Calls that bring a cache of their own
-    (`past_key_values=` or `cache=`, `cache_implementation=`) or want none (`use_cache=False`) are left as they are.
+    Permanent, or for a block: `with patch_generate(model, "int4"): ...`. Calls with a cache of their own
+    (`past_key_values=` or `cache=`, `cache_implementation=`) or without one (`use_cache=False`) are not changed.
 
     Args:
-        model: a transformers model, or one with a PEFT adapter.
-        fused: also `kvcompress.enable(model)`; the report is in the result's `report`.
-        args, options: KVCache's, after the config.
+        model: a transformers model, or a PEFT model.
+        fused: also call `kvcompress.enable(model)`; its report is `Patch.report`.
+        args, options: arguments of KVCache after the config.
+
+    Returns: a `Patch`.
 
     Raises:
-        TypeError, ValueError: as KVCache and `enable` do; the model is then as it was.
+        TypeError, ValueError: as KVCache and `enable`; the model is then unchanged.
     """
     inner = backend.base_model("patch_generate", model)
     patch = Patch(KVCache(inner.config, *args, **options).to_dict())

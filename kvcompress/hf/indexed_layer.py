@@ -11,32 +11,32 @@ from .layer import PagedLayer
 
 
 class IndexedPagedLayer(PagedLayer):
-    """A paged layer of latents of a model with an indexer (DeepSeek-V3.2, GLM-5). Up to `most` slots the model attends
-    to all of them, whatever the indexer says: its keys are not kept. ValueError at the first slot after that."""
+    """A paged layer of latents of a model with an indexer (DeepSeek-V3.2, GLM-5). Up to `max_slots` slots the indexer
+    selects all of them, so its keys are not stored; beyond, ValueError."""
 
-    def __init__(self, forward_pass: ForwardPass, options: dict[str, Any], most: int) -> None:
+    def __init__(self, forward_pass: ForwardPass, options: dict[str, Any], max_slots: int) -> None:
         super().__init__(forward_pass, options)
-        self.most = most
-        self.given = 0  # slots that the model masks in this call: a policy may evict before the indexer asks
+        self.max_slots = max_slots
+        self.given = 0  # slots of the mask of this call; a policy may evict before `update_indexer`
 
     def _twin(self, forward_pass: ForwardPass) -> IndexedPagedLayer:
-        return type(self)(forward_pass, self.options, self.most)
+        return type(self)(forward_pass, self.options, self.max_slots)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See PagedLayer.update."""
         slots = self.get_seq_length() + key_states.shape[2]
-        if slots > self.most:
+        if slots > self.max_slots:
             raise ValueError(
-                f"KVCache: expected at most {self.most} slots, the index_topk of this model's config, got {slots}: "
-                "beyond them the model attends to the tokens that its indexer chooses, whose keys this cache does not "
-                "keep; start again with transformers' DynamicCache, or with fewer tokens"
+                f"KVCache: expected at most {self.max_slots} slots, the config's index_topk, got {slots}: "
+                "beyond, the model's indexer selects tokens, and this cache does not store its keys; use transformers' "
+                "DynamicCache, or fewer tokens"
             )
         self.given = self.get_mask_sizes(key_states.shape[2])[0]
         return super().update(key_states, value_states, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Keys [B, slots, D] for the indexer, which chooses as many as there are: zeros will do."""
+        """Keys [B, slots, D] for the indexer: zeros, since it selects all slots."""
         B, _, D = indexer_key_states.shape
         return indexer_key_states.new_zeros(1, 1, 1).expand(B, self.given, D)

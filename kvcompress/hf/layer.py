@@ -23,21 +23,21 @@ class Block:
     """The new K/V of one `update()`: staged until someone commits it, then readable until the layer
     changes."""
 
-    __slots__ = ("base", "k", "layer", "pair", "stamp", "start", "there", "v")
+    __slots__ = ("base", "k", "layer", "not_evicted", "pair", "stamp", "start", "v")
 
     def __init__(self, layer: PagedLayer, k: torch.Tensor, v: torch.Tensor, base: int) -> None:
         self.layer, self.k, self.v, self.base = layer, k, v, base
         self.start = layer.start_of(base)  # first slot of the dense K and V
         self.stamp = -1  # the layer's stamp when the block was committed
         self.pair: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.there: torch.Tensor | None = None  # bool [B, 1 or H, base]: False at evicted slots; None: none is
+        self.not_evicted: torch.Tensor | None = None  # bool [B, 1 or H, base]: False at evicted slots; None: none is
 
     def dense_pair(self, own: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V [B, H, base - start + T, D]: stored tokens decoded, own tokens exact. Commits the block if nobody
         has; `own` [B, T] tells its pads, if known."""
         if self.pair is None:
             evict = self.layer.store.eviction
-            self.there = evict.there() if evict else None
+            self.not_evicted = evict.not_evicted() if evict else None
             if self.layer.staged is self:
                 self.pair = self.layer.commit(own, dense=True)
                 return self.pair
@@ -64,7 +64,7 @@ class PagedLayer(
 
     window, chunked = 0, False  # see SlidingPagedLayer
     slots = 0  # see StaticPagedLayer
-    most = 0  # see IndexedPagedLayer
+    max_slots = 0  # see IndexedPagedLayer
     is_sliding = False
     is_compileable = False
     is_croppable = True
@@ -314,7 +314,7 @@ class PagedLayer(
         if not self.is_initialized or not self.store.eviction:
             return seen + int(query_length), 0
         self.evict_deferred()
-        kept = self.store.eviction.most() + seen - self.store.seen
+        kept = self.store.eviction.longest_row() + seen - self.store.seen
         return kept + int(query_length), seen - kept
 
     def get_max_length(self) -> int:

@@ -29,7 +29,7 @@ class LayerOptions(NamedTuple):
     own: tuple[Any, dict[str, Any]]
     paged: dict[str, Any] | None = None
     dims: tuple[int, int] = (0, 0)
-    most: int = 0
+    max_slots: int = 0
 
 
 def has_window(kind: str, given: Mapping[str, Any]) -> bool:
@@ -100,8 +100,10 @@ def layer_options(
         if guard:
             options = guard_rails(options, up=i in (ours[0], ours[-1]) and i not in named)
         options["basis"] = _basis(options, i, calibration if i in full else None)
-        most = chosen(configs[i]) if kind == "indexed_attention" else 0
-        found.append(_of_model(text, i, options, own, "value" in named.get(i, {}), max_length)._replace(most=most))
+        slots = chosen(configs[i]) if kind == "indexed_attention" else 0
+        found.append(
+            _of_model(text, i, options, own, "value" in named.get(i, {}), max_length)._replace(max_slots=slots)
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""Caches by the names that tutorials use: a KVCache with a policy. See docs/eviction.md."""
+"""KVCaches with a policy, under the names that tutorials use. See docs/eviction.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .cache import KVCache
 
 
 class H2OCache(KVCache):
-    """Keeps `budget` tokens a head (or a share of those so far): heavy hitters and the newest; see `policies.H2O`."""
+    """Keeps `budget` tokens per head (int, or float: share of all tokens so far): those with the most attention, and
+    the newest. See `policies.H2O`."""
 
     def __init__(
         self, config: PreTrainedConfig, budget: int | float, recent: int | None = None, sinks: int = 4, *,
@@ -21,7 +22,8 @@ class H2OCache(KVCache):
 
 
 class StreamingLLMCache(KVCache):
-    """Keeps the first `sinks` tokens and the newest `window`, at their original positions."""
+    """Keeps the first `sinks` and the newest `window` tokens, with their original positions. See
+    `policies.StreamingLLM`."""
 
     def __init__(
         self, config: PreTrainedConfig, sinks: int = 4, window: int = 1020, *, key_or_format: str | None = "raw",

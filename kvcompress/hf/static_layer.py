@@ -76,7 +76,9 @@ class StaticPagedLayer(PagedLayer):
     def get_seq_length(self) -> Any:
         if not torch.compiler.is_dynamo_compiling():
             return super().get_seq_length()
-        return self.graph_layer.there["seen"][0] if self.graph_layer and self.graph_layer.planned else self.length
+        return (
+            self.graph_layer.device_arrays["seen"][0] if self.graph_layer and self.graph_layer.planned else self.length
+        )
 
     def get_max_length(self) -> int:
         return self.slots

@@ -1,2 +1,2 @@
-"""Pages in host memory and files (`tiers`): fetched ahead of a layer's attention (`prefetch`), or attended where they
-are (`in_place`)."""
+"""Offloading of pages to host memory and files (`tiers`), prefetch ahead of a layer's attention (`prefetch`), and
+attention on offloaded pages in place (`in_place`)."""

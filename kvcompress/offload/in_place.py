@@ -1,5 +1,5 @@
-"""Attention where pages lie: those of another tier on the host, by the CPU's kernel, the layer's own where they are;
-both joined by lse."""
+"""In-place attention: the CPU kernel attends to offloaded pages, the layer's device to its own pages; both results are
+merged by lse."""
 
 from __future__ import annotations
 
@@ -21,18 +21,30 @@ def attend(
     offload: LayerOffload, op: AttendOp, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, s_aux: Tensor, seals: Tensor,
     seen: int, scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The attention op `op` while pages stay offloaded, for queries that see all of these. Raises OSError or Damaged
-    before anything has changed."""
+    """The attention op `op` without fetching offloaded pages, for queries that see all of them. Raises OSError or
+    Damaged before anything changes."""
     store = offload.store
     runs = offload.runs if q.shape[2] else []
     memories = offload.prefetcher.views(offload) if runs else []
     out, lse, received = store.attend(
-        op, q, k, v, mask, _NO_AUX.to(q.device) if runs else s_aux, seals, seen, 0, scale, softcap, 0, offload.near()
+        op,
+        q,
+        k,
+        v,
+        mask,
+        _NO_AUX.to(q.device) if runs else s_aux,
+        seals,
+        seen,
+        0,
+        scale,
+        softcap,
+        0,
+        offload.resident_table(),
     )
     if not runs:
         return out, lse, received
     parts, end = [(out, lse.transpose(1, 2))], seen + k.shape[2]
-    far, (no_k, no_v) = q.cpu(), (x[:, :, :0].cpu() for x in (k, v))  # a GPU works on its part meanwhile
+    far, (no_k, no_v) = q.cpu(), (x[:, :, :0].cpu() for x in (k, v))  # overlaps with the GPU's part
     for run, memory in zip(runs, memories, strict=True):
         out, lse, _ = ops.attend(
             far, no_k, no_v, torch.from_numpy(memory), run.entries, run.rows, _NO_SLOTS, _NO_MASK, _NO_AUX,

@@ -1,5 +1,5 @@
-"""Pages of a cache in use that wait in another tier: each layer's are brought just before its attention, one layer
-ahead, and never stay."""
+"""Offloaded pages of a cache in use: those of each layer are fetched for its attention only, with a prefetch during the
+attention of the layer before."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..store.serialize import Bytes, page_sizes
 from .tiers import UNIT, Extent, Tiers
 
 
-class _Near(NamedTuple):
-    """Arrays of a table without offloaded pages."""
+class _ResidentTable(NamedTuple):
+    """Arrays of a block table without offloaded pages."""
 
     entries: NDArray[np.int64]
     rows: NDArray[np.int64]
@@ -30,17 +30,17 @@ class _Near(NamedTuple):
 
 
 class _Run:
-    """Columns [start, stop) of all lines of a table, in one extent; and a table over it, with each line's pages side by
-    side."""
+    """Columns [start, stop) of all lines of a block table, offloaded in one extent; and a block table over the extent,
+    with the pages of each line in adjacent columns."""
 
     def __init__(
         self, start: int, stop: int, entries: NDArray[np.int64], sizes: NDArray[np.int64], extent: Extent,
         page_size: int,
     ) -> None:  # fmt: skip
         self.start, self.stop, self.extent = start, stop, extent
-        self.there = entries >= 0  # [B, 1 or H, stop - start]
-        self.formats, self.sizes = formats.pair_of(entries[self.there]), sizes[self.there]
-        many = self.there.sum(2, keepdims=True)
+        self.offloaded = entries >= 0  # [B, 1 or H, stop - start]
+        self.formats, self.sizes = formats.pair_of(entries[self.offloaded]), sizes[self.offloaded]
+        many = self.offloaded.sum(2, keepdims=True)
         own = np.full((*many.shape[:2], 1 + stop - start), -1, np.int64)
         at = np.cumsum(self.sizes) - self.sizes
         own[:, :, 1:][np.arange(stop - start) < many] = formats.entry_of(at, self.formats)
@@ -49,7 +49,7 @@ class _Run:
 
 
 class LayerOffload:
-    """The offloaded pages of one layer. Their cells name no page (-1) except while `present`."""
+    """The offloaded pages of one layer. Their block table entries are -1 except in `present()`."""
 
     def __init__(self, store: PageStore, prefetcher: Prefetcher) -> None:
         self.store, self.prefetcher = store, prefetcher
@@ -65,8 +65,8 @@ class LayerOffload:
     # ------------------------------------------------------------------ out
 
     def offload_oldest(self) -> None:
-        """Offloads the oldest sealed pages, but for `resident` tokens of each row, in pieces of a unit at least. What
-        finds no room stays."""
+        """Offloads the oldest sealed pages, except those of the newest `resident` tokens of each row, once they have at
+        least `unit` bytes. Pages stay in the pool if the tiers have no room."""
         store, table = self.store, self.store.table
         start = self.runs[-1].stop if self.runs else 1
         stop = self._closed(start)
@@ -74,7 +74,7 @@ class LayerOffload:
             return
         entries = table.entries[:, :, start:stop].copy()
         shared = [store.pool.refs(e) > 1 for e in formats.offset_of(entries.reshape(-1)).tolist()]
-        entries[np.reshape(shared, entries.shape)] = -1  # others keep them here anyway
+        entries[np.reshape(shared, entries.shape)] = -1  # offloading shared pages would free nothing
         sizes = page_sizes(store, np.pad(entries, ((0, 0), (0, 0), (1, 0)), constant_values=-1))[:, :, 1:]
         if int(sizes.sum()) < self.prefetcher.unit:
             return
@@ -93,10 +93,10 @@ class LayerOffload:
         store.pool.drop(np.ascontiguousarray(offsets))
 
     def _closed(self, start: int) -> int:
-        """The first column, from `start` on, that stays: an append may write it, or a crop of the newest tokens."""
+        """The first column from `start` on that must stay, as an append or a crop of the newest tokens may write it."""
         store, table = self.store, self.store.table
         stop = self._column(int(table.rows[:, :, 0].min()) - self.prefetcher.resident)
-        if start < stop and table.slots.size:  # behind the last live token of a line all may be dead
+        if start < stop and table.slots.size:  # nothing after the last live token of a line can be offloaded
             stop = min(stop, self._column(int(_ends(store.slots() >= 0).min()) - 1))
         kinds = formats.pair_of(table.entries[:, :, start:stop])
         raw = formats.resolve("raw", store.dtype) * 257
@@ -106,13 +106,13 @@ class LayerOffload:
         return stop
 
     def _column(self, tokens: int) -> int:
-        """The first column that a line of so many tokens does not fill."""
+        """The first column that a line of `tokens` tokens does not fill."""
         return 1 + max(0, tokens - self.store.sinks) // self.store.page_size
 
     # ------------------------------------------------------------------ back
 
     def pieces(self, offset: int) -> list[NDArray[np.int64]]:
-        """Where the pages of each run lie when they are side by side from `offset` on."""
+        """(offset, bytes) of the pages of each run, if they are stored consecutively from `offset` on."""
         found = []
         for run in self.runs:
             ends = offset + np.cumsum(run.sizes)
@@ -120,57 +120,57 @@ class LayerOffload:
             offset = int(ends[-1])
         return found
 
-    def name(self, pieces: list[NDArray[np.int64]]) -> None:
-        """The cells name the pages at `pieces`."""
+    def map_pages(self, pieces: list[NDArray[np.int64]]) -> None:
+        """Points the block table entries of offloaded pages to their fetched copies at `pieces`."""
         entries = self.store.table.entries
         for run, where in zip(self.runs, pieces, strict=True):
-            entries[:, :, run.start : run.stop][run.there] = formats.entry_of(where[:, 0], run.formats)
+            entries[:, :, run.start : run.stop][run.offloaded] = formats.entry_of(where[:, 0], run.formats)
 
-    def unname(self) -> None:
+    def unmap_pages(self) -> None:
         entries = self.store.table.entries
         for run in self.runs:
-            entries[:, :, run.start : run.stop][run.there] = -1
+            entries[:, :, run.start : run.stop][run.offloaded] = -1
 
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
-        """All pages of the layer are there, while nobody changes the table."""
+        """Context manager: offloaded pages are fetched and in the block table, which must not change meanwhile."""
         if not self.runs:
             yield
             return
         stage = self.prefetcher.bring(self)
-        self.name(stage.pieces)
+        self.map_pages(stage.pieces)
         try:
             self.prefetcher.ahead(self, stage)
             yield
         finally:
-            self.unname()
+            self.unmap_pages()
 
-    # ------------------------------------------------------------------ not back
+    # ------------------------------------------------------------------ in place
 
-    def stays(self, queries: int, own: int, window: int, width: int) -> bool:
-        """Can a call attend to the pages where they are? Its queries must see all of them, and no one may ask how much
-        attention they received."""
+    def can_attend_in_place(self, queries: int, own: int, window: int, width: int) -> bool:
+        """True if a call can attend to offloaded pages in place: its queries see all of them, and the attention they
+        receive is not needed."""
         return (
             self.prefetcher.in_place and bool(self.runs) and queries in (0, 1, own) and not window and not width
             and self.store.table.slots.size == 0 and self.store.table.rows.shape[1] == 1
         )  # fmt: skip
 
-    def near(self) -> _Near:
-        """The table of the pages that are here: with the slots of other tokens, all of the past."""
+    def resident_table(self) -> _ResidentTable:
+        """The block table without offloaded pages, whose tokens then count as padding before the others."""
         table, key = self.store.table, (self.version, self.store.table.entries.shape[2])
         if self._order is None or self._order[0] != key:
             offloaded = np.zeros((table.entries.shape[0], 1, key[1]), bool)
             for run in self.runs:
-                offloaded[:, :, run.start : run.stop] = run.there
+                offloaded[:, :, run.start : run.stop] = run.offloaded
             self._order = key, np.argsort(offloaded, 2, "stable"), offloaded.sum(2) * self.store.page_size
         _, order, less = self._order
         rows = table.rows.copy()
         rows[:, :, 0] -= less
-        return _Near(np.take_along_axis(table.entries, order, 2), rows, table.slots)
+        return _ResidentTable(np.take_along_axis(table.entries, order, 2), rows, table.slots)
 
     def before_crop(self, seen: int) -> None:
-        """Pages that a crop to `seen` slots cuts or drops are onloaded; the few newest tokens that are taken back in
-        speculation never left."""
+        """Fetches pages that a crop to `seen` slots would change. Crops of the few newest tokens, as in speculative
+        decoding, never need it."""
         if not self.runs:
             return
         store, table = self.store, self.store.table
@@ -185,7 +185,8 @@ class LayerOffload:
             self.onload()
 
     def onload(self) -> None:
-        """Brings all pages back for good, run by run. Raises MemoryError, OSError, Damaged; what has come stays."""
+        """Moves all offloaded pages back to the pool, run by run. Raises MemoryError, OSError or Damaged; runs that
+        were moved before stay in the pool."""
         self.prefetcher.forget(self)
         while self.runs:
             run, pool = self.runs[-1], self.store.pool
@@ -198,26 +199,26 @@ class LayerOffload:
                 pool.drop(offsets)
                 raise
             cells = self.store.table.entries[:, :, run.start : run.stop]
-            cells[run.there] = formats.entry_of(offsets, run.formats)
-            self._lose()
+            cells[run.offloaded] = formats.entry_of(offsets, run.formats)
+            self._drop_run()
 
-    def lose(self) -> None:
-        """Forgets all offloaded pages."""
+    def drop(self) -> None:
+        """Deletes all offloaded pages."""
         self.prefetcher.forget(self)
         while self.runs:
-            self._lose()
+            self._drop_run()
 
     def __del__(self) -> None:
         for run in self.runs:
             self.prefetcher.tiers.drop(run.extent)
 
-    def _lose(self) -> None:
+    def _drop_run(self) -> None:
         self.prefetcher.tiers.drop(self.runs.pop().extent)
         self.version += 1
 
 
 def _ends(live: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Behind the last True of each line [..., N]."""
+    """Index after the last True of each line [..., N]."""
     return np.where(live.any(-1), live.shape[-1] - live[..., ::-1].argmax(-1), 0)
 
 
@@ -226,7 +227,7 @@ def _nobody() -> None:
 
 
 class _Stage:
-    """Room in the pool for the pages of one layer, and whose they are."""
+    """A buffer in the pool for the offloaded pages of one layer, its owner."""
 
     def __init__(self) -> None:
         self.offset, self.size = -1, 0
@@ -244,11 +245,11 @@ class _Stage:
         self._owner = _nobody if offload is None else weakref.ref(offload)
 
     def free(self, offload: LayerOffload) -> bool:
-        """Does it hold nothing that any other layer than `offload` will ask for?"""
+        """True unless it holds current pages of a layer other than `offload`."""
         return self.owner is None or self.owner is offload or self.owner.version != self.version
 
     def wait(self) -> None:
-        """Raises what the transfers raised; the stage is then nobody's."""
+        """Waits for all transfers. If one failed, clears the owner and raises its error."""
         error = None
         for ticket in self.tickets:
             try:
@@ -261,8 +262,8 @@ class _Stage:
             raise error
 
 
-class _Look:
-    """A layer's files, mapped, read and compared by the copier."""
+class _Readahead:
+    """The files of a layer, mapped, read and verified in the background by the copier."""
 
     def __init__(self, offload: LayerOffload) -> None:
         self.offload, self.version = weakref.ref(offload), offload.version
@@ -271,22 +272,23 @@ class _Look:
 
 
 class Prefetcher:
-    """The layers of one cache, in the order of a forward pass, and two stages in each of their pools for the pages.
+    """Fetches the offloaded pages of a cache's layers, in the order of a forward pass. Each pool has two buffers
+    (`_Stage`): one for the layer that attends, one for the prefetch of the next.
 
-    resident: newest tokens of each row that never leave the pool. unit: bytes of a transfer at least. in_place: pages
-    are attended where they lie, if they can be.
+    resident: number of newest tokens of each row that are never offloaded. unit: minimum size of a transfer in bytes.
+    in_place: attend to offloaded pages in place where possible.
     """
 
     def __init__(self, tiers: Tiers, *, resident: int, unit: int = UNIT, in_place: bool = False) -> None:
         self.tiers, self.resident, self.unit, self.in_place = tiers, resident, unit, in_place
         self.all: list[weakref.ref[LayerOffload]] = []
         self.stages: dict[Any, tuple[_Stage, _Stage]] = {}  # by pool
-        self.look: _Look | None = None
+        self.readahead: _Readahead | None = None
         self.warned = False
 
     @property
     def layers(self) -> list[LayerOffload]:
-        """Those whose stores are still there."""
+        """The layers that still exist."""
         found = [offload for ref in self.all if (offload := ref()) is not None]
         if len(found) < len(self.all):
             self.all = [weakref.ref(offload) for offload in found]
@@ -296,7 +298,7 @@ class Prefetcher:
         self.release()
 
     def release(self) -> None:
-        """The stages go back to their pools, until a layer needs them."""
+        """Frees the buffers; they are allocated again when needed."""
         for pool, stages in self.stages.items():
             for stage in stages:
                 with contextlib.suppress(Exception):
@@ -307,11 +309,11 @@ class Prefetcher:
 
     def warn(self, error: Exception) -> None:
         if not self.warned:
-            warnings.warn(f"KVCache: pages stay where they are, for no other tier takes them: {error}", stacklevel=3)
+            warnings.warn(f"KVCache: pages were not offloaded, as the tiers have no room: {error}", stacklevel=3)
             self.warned = True
 
     def _start(self, stage: _Stage, offload: LayerOffload) -> None:
-        """Begins to bring the pages of `offload` to a stage that nobody reads."""
+        """Starts to fetch the pages of `offload` to a buffer that is not in use."""
         with contextlib.suppress(Exception):
             stage.wait()
         stage.owner = None
@@ -328,14 +330,14 @@ class Prefetcher:
             stage.tickets.append(self.tiers.fetch(run.extent, memory_of(offload.store), where))
 
     def _pair(self, offload: LayerOffload) -> tuple[_Stage, _Stage]:
-        """The stages for pages of `offload`."""
+        """The two buffers in the pool of `offload`."""
         return self.stages.setdefault(offload.store.pool, (_Stage(), _Stage()))
 
     def _stage_of(self, offload: LayerOffload) -> _Stage | None:
         return next((s for s in self._pair(offload) if s.owner is offload and s.version == offload.version), None)
 
     def bring(self, offload: LayerOffload) -> _Stage:
-        """The stage where the pages of `offload` are now. What failed ahead of time is tried once more."""
+        """The buffer with the pages of `offload`, fetched if needed. A failed prefetch is retried."""
         stage = self._stage_of(offload)
         if stage is not None:
             with contextlib.suppress(Exception):
@@ -348,13 +350,13 @@ class Prefetcher:
         return stage
 
     def ahead(self, offload: LayerOffload, stage: _Stage) -> None:
-        """Begins with the next layer that has offloaded pages, during the attention of this one."""
+        """Starts the prefetch for the next layer with offloaded pages, during the attention of this one."""
         later = self._next(offload)
         if later is None or self._stage_of(later) is not None:
             return
         pair = self._pair(later)
         other = pair[stage is pair[0]]
-        with contextlib.suppress(MemoryError):  # no room to be early
+        with contextlib.suppress(MemoryError):  # no room for a prefetch
             self._start(other, later)
 
     def _next(self, offload: LayerOffload) -> LayerOffload | None:
@@ -363,16 +365,16 @@ class Prefetcher:
         return next((x for x in layers[at + 1 :] + layers[:at] if x.runs), None)
 
     def views(self, offload: LayerOffload) -> list[Bytes]:
-        """The bytes of its runs where they are. Files of the next layer are read meanwhile, for whoever asks next."""
-        look, self.look, memories = self.look, None, None
-        if look is not None and look.offload() is offload and look.version == offload.version:
-            with contextlib.suppress(Exception):  # what failed ahead of time is tried once more
-                memories = look.memories.result()
+        """The bytes of its runs, in place. Starts to read the files of the next layer in the background."""
+        ready, self.readahead, memories = self.readahead, None, None
+        if ready is not None and ready.offload() is offload and ready.version == offload.version:
+            with contextlib.suppress(Exception):  # a failed readahead is retried below
+                memories = ready.memories.result()
         if memories is None:
             memories = [self.tiers.view(run.extent) for run in offload.runs]
         later = self._next(offload)
         if later is not None and any(run.extent.path for run in later.runs):
-            self.look = _Look(later)
+            self.readahead = _Readahead(later)
         return memories
 
     def forget(self, offload: LayerOffload) -> None:

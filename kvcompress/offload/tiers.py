@@ -1,4 +1,4 @@
-"""Tiers: where pages wait that no attention needs now. Host memory, then files."""
+"""Tiers: host memory and files for offloaded pages."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from ..store.serialize import Bytes, Damaged
 
 T = TypeVar("T")
 UNIT = 512 << 10
-"""Bytes that are worth a transfer of their own: below, a device's copy engine waits more than it copies."""
+"""Minimum size of a transfer in bytes: for smaller ones latency dominates on a device's copy engine."""
 
 
 class Copier(Protocol):
-    """Who carries bytes while attention works: a thread. On a GPU it queues copies on a stream of their own, behind an
-    event of the caller's, and waits for theirs (`copy_stream`)."""
+    """Runs copies in the background, by default in a thread (`CopyThread`). On a GPU a job queues copies on a separate
+    stream, after an event of the caller, and waits for them (`copy_stream`)."""
 
     def start(self, job: Callable[[], T]) -> Future[T]: ...
 
 
 class CopyThread:
-    """One worker, jobs in order. At most the transfers that the caller has room for wait: each has its own."""
+    """One worker thread; jobs run in order."""
 
     def __init__(self) -> None:
         self._begin()
@@ -46,37 +46,38 @@ class CopyThread:
 
     def start(self, job: Callable[[], T]) -> Future[T]:
         if self.process != os.getpid():
-            self._begin()  # a fork takes no thread along
+            self._begin()  # threads do not survive a fork
         return self.worker.submit(job)
 
 
 class Extent:
-    """Bytes that a Tiers keeps: in memory, or in the file `path`."""
+    """A block of bytes in a Tiers: in `memory`, or in the file `path`."""
 
     __slots__ = ("__weakref__", "checksum", "mapped", "memory", "path", "size")
 
     def __init__(self, memory: Bytes, checksum: int) -> None:
         self.memory: Bytes | None = memory
         self.path: Path | None = None
-        self.mapped: mmap.mmap | None = None  # its file
+        self.mapped: mmap.mmap | None = None  # the file, if mapped
         self.size, self.checksum = memory.size, checksum
 
 
 class Tiers(
     checks.ProcessBound,
-    instead="caches share one; another process makes its own, KVCache.save(path) is for what outlives this one",
+    instead="caches can share one; create another in another process, and use KVCache.save(path) to keep a cache",
 ):
-    """Memory behind the pools, with budgets: what does not fit the host goes to files, least recently used first.
+    """Storage for offloaded pages: host memory, then files. When host memory is full, the least recently used pages
+    move to files.
 
     Args:
-        host_bytes: of host memory (0: none; None: any).
-        file_bytes: of files (0: none; None: any).
-        folder: of the files; a temporary one if None. Files are deleted with the Tiers.
-        copier: who carries bytes next to the work; a thread if None.
-        keep_bytes: of host memory that stay with it when pages are onloaded, for those that go next.
+        host_bytes: budget of host memory in bytes. None: no limit.
+        file_bytes: budget of files in bytes. None: no limit.
+        folder: existing folder for the files, which are deleted with the Tiers. Default: a temporary folder.
+        copier: runs copies in the background. Default: a thread.
+        keep_bytes: bytes of host memory to keep for reuse after pages were fetched.
 
-    Threads may share it. Every extent has a checksum, taken when it leaves the pool and compared when it comes back: a
-    load that fails raises (OSError, Damaged), nothing is ever made up.
+    Thread-safe. A checksum of each block is taken when it leaves the pool and verified when it is read; a failed read
+    raises OSError or Damaged (a ValueError). Raises NotADirectoryError if `folder` does not exist.
     """
 
     def __init__(
@@ -98,15 +99,15 @@ class Tiers(
         self.bytes = {"host": 0, "file": 0}
         self.counts = dict.fromkeys(("puts", "fetches", "viewed", "spilled", "refused", "failed"), 0)
         if folder is not None and not os.path.isdir(folder):
-            raise NotADirectoryError(f"Tiers: folder: expected a folder that is there, got {folder}")
+            raise NotADirectoryError(f"Tiers: folder: expected an existing folder, got {folder}; create it first")
         self._folder, self._names = folder, itertools.count()
         self._made: Any = None  # the temporary folder
 
     # ------------------------------------------------------------------ in and out
 
     def put(self, pool: Any, pieces: NDArray[np.int64]) -> Extent:
-        """Copies pieces (offset, bytes) of a pool, or of a remote.Arena. Raises MemoryError if the budgets leave no
-        room, OSError if a file cannot be written; nothing is kept then, and nothing that was is lost."""
+        """Stores a copy of `pieces` (offset, bytes) of a pool, or of a `device_memory.Arena`. Raises MemoryError if the
+        budgets have no room, OSError if a file cannot be written; nothing is stored or lost then."""
         size = int(pieces[:, 1].sum())
         with self.lock:
             direct = size > self.budgets["host_bytes"]  # too large for the host: straight to a file
@@ -124,7 +125,7 @@ class Tiers(
             raise
         with self.lock:
             if direct:
-                self._room_in_files(size)  # others may have taken it meanwhile
+                self._room_in_files(size)  # again: another thread may have used it
                 self._write(extent)
             else:
                 self.host[id(extent)] = extent
@@ -132,13 +133,13 @@ class Tiers(
         return extent
 
     def fetch(self, extent: Extent, pool: Any, pieces: NDArray[np.int64]) -> Future[None]:
-        """Starts to copy an extent's bytes to pieces of a pool's arena, which must stay until its result is asked for.
-        Then it raises OSError or Damaged if the bytes are not those that were put."""
-        now = mark(pool)  # kernels of this thread may still read what is there
+        """Starts to copy an extent to `pieces` of a pool's arena, which must not be freed before the result is read.
+        The result raises OSError or Damaged if the bytes differ from those stored."""
+        now = mark(pool)  # kernels of this thread may still read the target
         return self.copier.start(lambda: self.load(extent, pool, pieces, now))
 
     def load(self, extent: Extent, pool: Any, pieces: NDArray[np.int64], now: Any = None) -> None:
-        """`fetch`, here: behind the mark `now`."""
+        """As `fetch`, in this thread, after the event `now` (of `mark`)."""
         memory, path = self._touch(extent, "fetches")
         if memory is None and extent.mapped is not None:
             memory = np.frombuffer(extent.mapped, np.uint8)
@@ -147,8 +148,8 @@ class Tiers(
         self._compare(extent, scatter(pool, pieces, memory, now))
 
     def view(self, extent: Extent) -> Bytes:
-        """an extent's bytes where they are, to read: the host's, or a file's, mapped, and compared with what was put at
-        each call, for a disk may be read again at any time. Raises OSError or Damaged."""
+        """The bytes of an extent without a copy: host memory, or the mapped file. A file is verified at each call,
+        since its pages may be read from disk again at any time. Raises OSError or Damaged."""
         memory, path = self._touch(extent, "viewed")
         if memory is not None:
             return memory
@@ -163,7 +164,7 @@ class Tiers(
         return memory
 
     def _map(self, path: Path, of: Extent) -> mmap.mmap:
-        """A file's bytes, whole; it has no name any more: to cut short what is attended would end the process."""
+        """Maps and unlinks a file. Without a name it cannot be truncated, which would crash the process (SIGBUS)."""
         with open(path, "rb") as file:
             if (size := os.fstat(file.fileno()).st_size) != of.size:
                 raise Damaged(f"Tiers: expected {of.size} bytes, got {size} in {path}; was the file changed?")
@@ -174,13 +175,13 @@ class Tiers(
         return mapped
 
     def _touch(self, extent: Extent, count: str) -> tuple[Bytes | None, Any]:
-        """Where an extent is, which is used now."""
+        """(memory, path) of an extent; marks it as recently used."""
         with self.lock:
             self.counts[count] += 1
             if id(extent) in self.host:
                 self.host.move_to_end(id(extent))
             if extent.memory is None and extent.path is None:
-                raise ValueError("Tiers: expected an extent that it keeps, got one that was dropped")
+                raise ValueError("Tiers: expected a stored extent, got one that was dropped")
             return extent.memory, extent.path
 
     def _compare(self, extent: Extent, checksum: int) -> None:
@@ -188,12 +189,12 @@ class Tiers(
             with self.lock:
                 self.counts["failed"] += 1
             raise Damaged(
-                f"Tiers: expected the {extent.size} bytes that were put, got others (checksum) from "
+                f"Tiers: expected the {extent.size} bytes that were stored, got others (wrong checksum) from "
                 f"{extent.path or 'memory'}"
             )
 
     def drop(self, extent: Extent) -> None:
-        """Forgets an extent."""
+        """Deletes an extent."""
         with self.lock:
             if self.host.pop(id(extent), None) is not None:
                 self.bytes["host"] -= extent.size
@@ -204,8 +205,8 @@ class Tiers(
                 extent.path = None
 
     def stats(self) -> dict[str, int]:
-        """host, file: bytes there now; extents: puts; fetches; viewed: read where they are; spilled: from host to file;
-        refused: puts without room; failed: wrong checksums."""
+        """host, file: bytes stored now. Counts of extents: puts: stored; fetches: read back; viewed: read in place;
+        spilled: moved from host memory to a file; refused: no room; failed: wrong checksum."""
         with self.lock:
             return {**self.bytes, **self.counts}
 
@@ -227,19 +228,19 @@ class Tiers(
     def _refuse(self, size: int) -> None:
         self.counts["refused"] += 1
         raise MemoryError(
-            f"Tiers: expected room for {size} bytes, got {self.bytes['host']} of {self.budgets['host_bytes']} on the "
-            f"host and {self.bytes['file']} of {self.budgets['file_bytes']} in files; give it more "
-            "(host_bytes=, file_bytes=)"
+            f"Tiers: expected room for {size} bytes, got {self.bytes['host']} of {self.budgets['host_bytes']} used on "
+            f"the host and {self.bytes['file']} of {self.budgets['file_bytes']} in files; raise host_bytes= or "
+            "file_bytes="
         )
 
     def _write(self, extent: Extent) -> None:
-        """From memory to a file of its own; the memory goes when the file is whole."""
+        """Moves an extent from memory to a new file; frees the memory once the file is written."""
         if self._folder is None:
             self._made = tempfile.TemporaryDirectory(prefix="kvcompress-")
             self._folder = self._made.name
         path = Path(self._folder) / f"{secrets.token_hex(8)}-{next(self._names)}.pages"
         try:
-            with open(path, "xb") as file:  # O_EXCL: no file that is there, and no link, is written
+            with open(path, "xb") as file:  # O_EXCL: never overwrites a file or follows a link
                 file.write(extent.memory)  # type: ignore[arg-type]
         except BaseException:
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A layer over the ranks of a torch.distributed group: its heads (`tensor_parallel`) or its tokens
+"""A layer sharded over the ranks of a torch.distributed group: by heads (`tensor_parallel`) or by tokens
 (`context_parallel`)."""
 
 from .context_parallel import ShardedKV

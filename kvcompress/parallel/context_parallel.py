@@ -1,10 +1,10 @@
-"""Context parallel: the tokens of a layer spread over the ranks of a torch.distributed group.
+"""Context parallel: the tokens of a layer sharded over the ranks of a torch.distributed group.
 
-Every rank runs the model on all tokens and makes the same calls; each keeps the pages of its own slots alone, attends
-to those, and the partial results are joined by their lse (as `ops.merge_states` does), in two all-reduces a call
-whose size is that of the output. What other ranks hold are pads here: they take slots and no memory.
+Every rank runs the model on all tokens and makes the same calls. Each rank stores the pages of its own slots and
+attends to them; partial results are merged by lse (as in `ops.merge_states`) with two all-reduces of the size of the
+output per call. Tokens of other ranks are padding in the local block table: they take slots, but no memory.
 
-Tensor parallel needs nothing of this: a layer holds the heads that its rank computes.
+Tensor parallel does not need this: each layer stores the heads that its rank computes.
 """
 
 from __future__ import annotations
@@ -29,32 +29,30 @@ from ..store.serialize import LOST
 from .tensor_parallel import place
 
 _FAILED = 2**62
-_ELSEWHERE = "ShardedKV: expected a call that goes well on each rank, got an error (no memory, perhaps) on another one"
+_ELSEWHERE = "ShardedKV: expected success on all ranks, got an error (possibly out of memory) on another rank"
 
 
 class _Agreed(MemoryError):
-    """An error that all ranks know of."""
+    """An error that is raised on all ranks."""
 
 
 class Ranks:
-    """What the ranks of a group tell each other about one layer on `device`."""
+    """Communication between the ranks of a group about one layer on `device`."""
 
     def __init__(self, group: Any, rank: int, count: int, device: torch.device) -> None:
         self.group, self.rank, self.count, self.device = group, rank, count, device
-        self.own: Tensor | None = None  # bool [B, T]: real tokens of the call under way, on whatever rank
-        self.agreed = False  # the ranks know of each other that the call under way is well so far
+        self.own: Tensor | None = None  # bool [B, T]: tokens of the current call on any rank, False at padding
+        self.agreed = False  # all ranks have reported success for the current call
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The attention op on this rank's pages, then joined."""
+        """The attention op on this rank's pages, merged over the ranks."""
         *state, s_aux, seals, seen, page_size, sinks, window, scale, softcap, attention_width, used = rest
         if q.shape[2] == 0:
             result = ops.attend(q, k, v, *rest)
             self.agree(result[1])
             return result
         if attention_width and q.device.type != "cpu":
-            raise ValueError(
-                f"ShardedKV: return_attention: expected False for a layer that ranks share on {q.device}, got True"
-            )
+            raise ValueError(f"ShardedKV: return_attention: expected False for a sharded layer on {q.device}, got True")
         how = seen, page_size, sinks, window, scale, softcap
         out, lse, attention = ops.attend(
             q.float(), k, v, *state, q.new_empty(0, dtype=torch.float32), seals, *how, 0, used
@@ -67,7 +65,7 @@ class Ranks:
         return out, lse, attention
 
     def agree(self, lse: Tensor, failed: bool = False) -> Tensor:
-        """The largest lse over the ranks; MemoryError on all if the call has failed on one."""
+        """The maximum of lse over ranks. Raises MemoryError on all ranks if the call has failed on one."""
         both = torch.cat([lse.flatten(), lse.new_full((1,), float(failed))])
         self.agreed = True
         dist.all_reduce(both, dist.ReduceOp.MAX, self.group)
@@ -75,8 +73,8 @@ class Ranks:
             raise MemoryError(_ELSEWHERE)
         return both[:-1].view_as(lse)
 
-    def most(self, n: int) -> int:
-        """The largest n of all ranks; _Agreed on all if one of them says _FAILED."""
+    def max_over_ranks(self, n: int) -> int:
+        """The maximum of n over ranks. Raises _Agreed on all ranks if one passes _FAILED."""
         largest = torch.tensor(int(n), device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
         if largest == _FAILED:
@@ -84,21 +82,21 @@ class Ranks:
         return int(largest)
 
     def together(self, act: Callable[[], Any]) -> Any:
-        """What act() gives. If memory ends on one rank, it says so in place of the `most` that the others come to next,
-        and all raise."""
+        """Returns act(). If it fails on one rank (one of LOST), all ranks raise: the failed rank passes _FAILED to the
+        others' next `max_over_ranks`."""
         try:
             result = act()
         except _Agreed:
             raise
         except LOST as error:
             with contextlib.suppress(_Agreed):
-                self.most(_FAILED)
+                self.max_over_ranks(_FAILED)
             raise _Agreed(str(error)) from error
-        self.most(0)
+        self.max_over_ranks(0)
         return result
 
     def _joined(self, out: Tensor, lse: Tensor, s_aux: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """out [B, T, Hq, Dv] and lse [B, Hq, T] over all ranks, the same on each."""
+        """out [B, T, Hq, Dv] and lse [B, Hq, T] merged over ranks, equal on all of them."""
         safe = safe_top(self.agree(lse)).transpose(1, 2)
         both = weighed(out, lse.transpose(1, 2), safe)
         dist.all_reduce(both, dist.ReduceOp.SUM, self.group)
@@ -106,8 +104,8 @@ class Ranks:
         return out, lse.transpose(1, 2).contiguous()
 
     def gathered(self, x: Tensor, fill: Any) -> tuple[Tensor, slice]:
-        """x [B, H, N, ...] of all ranks one after the other, and where our own lies; N differs, `fill` fills up."""
-        width = self.most(x.shape[2])
+        """x [B, H, N, ...] of all ranks, concatenated, and the slice of this rank. N may differ; `fill` is padding."""
+        width = self.max_over_ranks(x.shape[2])
         mine = x.new_full((*x.shape[:2], width, *x.shape[3:]), fill)
         mine[:, :, : x.shape[2]] = x
         parts = [torch.empty_like(mine) for _ in range(self.count)]
@@ -117,26 +115,27 @@ class Ranks:
 
 
 class ShardedKV(PagedKV):
-    """A `PagedKV` whose tokens are spread over `group`: slot s lies on rank (s // stripe) % ranks.
+    """A `PagedKV` with tokens sharded over `group`: slot s is on rank (s // stripe) % ranks.
 
-    Takes the arguments of `PagedKV`, and
-
-        group: a torch.distributed process group (gloo on CPUs); the default group if None.
-        stripe: slots in a row that one rank holds; page_size if None.
+    Args:
+        args, options: those of `PagedKV`.
+        group: torch.distributed process group (gloo on CPUs). Default: the default group.
+        stripe: number of consecutive slots on one rank. Default: page_size.
 
     All ranks must make the same calls with the same tensors, and get the same results. `attend`, `append`, `dense`,
-    `crop`, `select`, `repeat`, `reset` and copies work as on one rank; `stats()`, `kept_heads()` and the attention of
-    `attend(return_attention=True)`, which is against the lse of all tokens, are of this rank's tokens. Each rank keeps
-    `sinks` first tokens and an open page of its own.
+    `crop`, `select`, `repeat`, `reset` and copies work as on one rank. `stats()`, `kept_heads()` and the attention of
+    `attend(return_attention=True)` (relative to the lse of all tokens) cover this rank's tokens only. Each rank has
+    `sinks` first tokens and an open page of its own; with a policy, which selects among the tokens of all ranks, only
+    the first rank has sinks.
 
-    policy: chooses among the tokens of all ranks, each of which drops its own; then the first rank alone has `sinks`.
+    Raises:
+        ValueError: torch.distributed is not initialized; a policy on a GPU, or one that needs the last queries, rotates
+            keys or re-encodes pages.
+        MemoryError: another rank has failed before the results were merged (out of memory, NaN in its tokens). That
+            rank raises its own error; nothing is stored on any rank.
+        RuntimeError: another rank has crashed, or the group timed out; nothing is stored, unless during an eviction.
 
-    Raises ValueError without an initialized torch.distributed, for policies on a GPU, and for those that ask the last
-    queries, rotate keys or re-encode pages; RuntimeError where another rank has failed (or the group times out): a
-    call has then stored nothing, unless it was about to evict. What goes wrong on one rank before the results are
-    joined (no memory, NaN in its tokens) is an error on all, and on all nothing is stored: its own error there,
-    MemoryError on the others.
-    Source: partial softmax results joined over devices, as in ring attention (Liu et al. 2023) and FlashDecoding.
+    Source: merging of partial softmax results, as in ring attention (Liu et al. 2023) and FlashDecoding.
     """
 
     def __init__(self, *args: Any, group: Any = None, stripe: int | None = None, **options: Any) -> None:
@@ -145,14 +144,14 @@ class ShardedKV(PagedKV):
         if policy is not None:
             if policy.window or policy.needs_rope or policy.clusters or policy.ladder or policy.positions == "cache":
                 raise ValueError(
-                    f"ShardedKV: policy: expected one that goes by positions, attention so far, keys and values, got "
-                    f"{policy!r}; it works under tensor parallel"
+                    f"ShardedKV: policy: expected a policy that scores by position, accumulated attention, keys or "
+                    f"values, got {policy!r}; use it with tensor parallel"
                 )
             device = torch.device(options.get("device", "cpu"))
             if device.type != "cpu":
                 raise ValueError(
-                    f"ShardedKV: policy: expected a layer on the CPU for one that ranks share, got {device}; it works "
-                    "on a device under tensor parallel"
+                    f"ShardedKV: policy: expected a sharded layer on the CPU, got {device}; policies on a device work "
+                    "with tensor parallel"
                 )
             sinks = options.get("sinks")
             options["sinks"] = (policy.sinks if sinks is None else sinks) if rank == 0 else 0
@@ -190,7 +189,7 @@ class ShardedKV(PagedKV):
         """As `PagedKV.dense`, of all ranks' tokens."""
         pair = super().dense(start)
         for x in pair:
-            dist.all_reduce(x, dist.ReduceOp.SUM, self.ranks.group)  # what a rank does not hold is zero
+            dist.all_reduce(x, dist.ReduceOp.SUM, self.ranks.group)  # zero for tokens of other ranks
         return pair
 
     # ------------------------------------------------------------------ rows and slots
@@ -221,13 +220,13 @@ class ShardedKV(PagedKV):
 
 
 class ShardedEviction(Eviction):
-    """A policy over the tokens of all ranks. Every rank chooses among all of them, alike, and drops what it holds;
-    ranks tell each other slots and scores, when a row is over its budget."""
+    """A policy over the tokens of all ranks. When a row exceeds its budget, ranks exchange slots and scores; each makes
+    the same selection and evicts its own tokens."""
 
     ranks: Ranks
 
     def on_appended(self, T: int, own: Tensor | None) -> None:
-        super().on_appended(T, self.ranks.own)  # what other ranks store is no pad
+        super().on_appended(T, self.ranks.own)  # tokens on other ranks are not padding
 
     def on_attended(self, q: Tensor, lse: Tensor, received: Tensor, **attention: Any) -> None:
         super().on_attended(q, lse, received[:, :, : self.store.table.longest].contiguous(), **attention)
@@ -241,8 +240,8 @@ class ShardedEviction(Eviction):
         self.ranks.together(lambda: super(ShardedEviction, self).evict_rows(over))
 
     def keep(self, stored: StoredTokens) -> Tensor:
-        # Ranks may differ in whether their heads hold the same, if heads choose, or were evicted apart by hand.
-        shared = self.policy.heads == "shared" and not self.ranks.most(stored.line_slots.shape[1] > 1)
+        # Heads may store different tokens on some ranks only, if each head selects, or after `evict(keep)`.
+        shared = self.policy.heads == "shared" and not self.ranks.max_over_ranks(stored.line_slots.shape[1] > 1)
         lines = (stored.line_slots, stored.line_positions) if shared else (stored.slots, stored.positions)
         (slots, own), (positions, _) = (self.ranks.gathered(x, -1) for x in lines)
         scores = None if stored.scores is None else self.ranks.gathered(stored.scores, 0)[0]
@@ -251,26 +250,26 @@ class ShardedEviction(Eviction):
         return self.policy.keep(everywhere)[:, :, own]
 
     def evict(self, keep: Tensor, formats: Tensor | None) -> bool:
-        told: list[int] = []  # does any rank lose tokens?
+        told: list[int] = []  # whether any rank evicts tokens
 
         def agree(planned: bool) -> None:
-            told.append(self.ranks.most(planned))
+            told.append(self.ranks.max_over_ranks(planned))
 
         self.ranks.together(lambda: tokens.drop(self.store, keep, formats, agree))
         return bool(told[0])
 
-    def there(self) -> Tensor | None:
-        there = super().there()
-        if there is None:
+    def not_evicted(self) -> Tensor | None:
+        kept = super().not_evicted()
+        if kept is None:
             return None
-        # Every head for itself: those of other ranks may differ.
-        wide = there.expand(-1, self.store.num_kv_heads, -1).to(torch.uint8).contiguous()
+        # Separate heads, since those of other ranks may differ.
+        wide = kept.expand(-1, self.store.num_kv_heads, -1).to(torch.uint8).contiguous()
         dist.all_reduce(wide, dist.ReduceOp.MAX, self.ranks.group)
         return wide.bool()
 
 
 class _Everywhere:
-    """What `StoredTokens` asks for, of all ranks' tokens."""
+    """The source of `StoredTokens` over the tokens of all ranks."""
 
     def __init__(self, evict: ShardedEviction, stored: StoredTokens) -> None:
         self.evict, self.stored = evict, stored
@@ -281,7 +280,9 @@ class _Everywhere:
 
     def measure(self, kind: int) -> Tensor:
         if kind == 2:
-            raise ValueError("ShardedKV: expected a policy that no mean of keys decides, got one; leave the group out")
+            raise ValueError(
+                "ShardedKV: expected a policy without the mean of all keys (KeyDiff), got one; omit group="
+            )
         return self.evict.ranks.gathered(self.evict.measure(kind), 0)[0]
 
     def means(self, positions: Tensor, real: Tensor) -> Tensor:
@@ -289,5 +290,5 @@ class _Everywhere:
 
 
 def paged(*args: Any, group: Any = None, **options: Any) -> PagedKV:
-    """A layer's pages: on this rank alone, or spread over `group`."""
+    """A PagedKV, or a ShardedKV if `group` is given."""
     return PagedKV(*args, **options) if group is None else ShardedKV(*args, group=group, **options)

@@ -1,4 +1,4 @@
-"""Which tokens stay: policies for `PagedKV(policy=...)` and `KVCache(config, policy=...)`. See docs/eviction.md."""
+"""Eviction policies for `PagedKV(policy=...)` and `KVCache(config, policy=...)`. See docs/eviction.md."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .wrappers import AdaKV, Chain, Demote, Protect, PyramidBudget, Watch
 
 
 def from_dict(given: Mapping[str, Any]) -> Policy:
-    """The policy that `Policy.to_dict` described. ValueError for a name that is none of this module's."""
+    """The policy that `Policy.to_dict` described. Raises ValueError for a class that is not in this module."""
 
     def policy(x: Any) -> Any:
         return from_dict(x) if isinstance(x, Mapping) else x
 
     if not isinstance(given, Mapping):
-        raise TypeError(f"from_dict: expected what Policy.to_dict gives, got {type(given).__name__}")
+        raise TypeError(f"from_dict: expected a dict from Policy.to_dict, got {type(given).__name__}")
     name = given.get("policy")
     kind = globals().get(name) if name in __all__ else None
     if not (isinstance(kind, type) and issubclass(kind, Policy)) or set(given) - {"policy", "args", "options"}:
-        raise ValueError(f"from_dict: expected a policy as Policy.to_dict gives it, got {dict(given)}")
+        raise ValueError(f"from_dict: expected a dict from Policy.to_dict, got {dict(given)}")
     options = {key: policy(x) for key, x in given.get("options", {}).items()}
     return kind(*(policy(x) for x in given.get("args", ())), **options)
 

@@ -1,4 +1,4 @@
-"""TOVA and SnapKV: by the attention of the last queries."""
+"""TOVA and SnapKV: scores from the attention of the last queries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from .base import Policy, StoredTokens
 
 
 class TOVA(Policy):
-    """Keeps what the newest query attends to, mean over the heads (Oren et al., 2401.06104).
+    """Keeps the tokens with the most attention from the newest query, mean over heads (Oren et al., arXiv 2401.06104).
 
-    Evictions come in batches of `slack`: the query at the time of the eviction decides for all of them.
-    heads: "shared", the paper's, or "each".
+    Evicts `slack` tokens at a time, by the query at that time. heads: "shared", as in the paper, or "each".
     """
 
     window = 1
@@ -26,11 +25,12 @@ class TOVA(Policy):
 
 
 class SnapKV(Policy):
-    """Keeps what the last `window` queries attend to, smoothed over neighbours, and these tokens (2404.14469).
+    """Keeps the tokens with the most attention from the last `window` queries, average-pooled over adjacent tokens,
+    and the last `window` tokens (Li et al., arXiv 2404.14469).
 
     Args:
-        window: last queries, whose tokens are kept too.
-        kernel: odd; tokens that the mean of the smoothing is over.
+        window: number of last queries; their tokens are kept.
+        kernel: size of the pooling kernel in tokens, odd.
     """
 
     def __init__(

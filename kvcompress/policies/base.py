@@ -1,4 +1,4 @@
-"""Policy: which tokens a layer keeps. StoredTokens: what a policy sees of a layer."""
+"""Policy: the base class of eviction policies. StoredTokens: the tokens of a layer as a policy sees them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from .. import _C, checks
 
 
 class StoredTokens:
-    """The stored tokens of a layer as a policy sees them, by index (not in the order of the sequence).
+    """The stored tokens of a layer as a policy sees them, by index (not in sequence order).
 
-    keys(), values(), queries() and frequencies() lie on the layer's device; all else is on the CPU.
+    keys(), values(), queries() and frequencies() are on the layer's device, everything else on the CPU.
 
-    Attributes: slots int32 [B, H, N] (-1: no token here); live bool [B, H, N]; positions int64 [B, H, N], tokens of the
-    row before this one (pads do not count; -1: no token); real int64 [B], tokens of each row so far, evicted ones
-    included; scores float32 [B, H, N], the attention that was gathered, or None; layer, layers: which of how many.
-    line_slots, line_positions: the same as slots and positions, [B, 1, N] where all heads hold the same tokens.
+    Attributes:
+        slots: int32 [B, H, N]; -1: no token.
+        live: bool [B, H, N], True where there is a token.
+        positions: int64 [B, H, N], number of tokens of the row before this one, padding not counted; -1: no token.
+        real: int64 [B], tokens of each row so far, evicted ones included.
+        scores: float32 [B, H, N], accumulated attention, or None.
+        layer, layers: index of this layer, number of layers.
+        line_slots, line_positions: as slots and positions, but [B, 1, N] if all heads store the same tokens.
     """
 
     def __init__(
@@ -29,7 +33,7 @@ class StoredTokens:
         layers: int, source: Any,
     ) -> None:  # fmt: skip
         self.line_slots, self.line_positions, self.heads = slots, positions, heads
-        self._at = positions  # whatever is narrowed
+        self._at = positions  # of all tokens, also after `narrowed`
         self.real, self.scores = real, scores
         self.layer, self.layers = layer, layers
         self._source = source  # an Eviction
@@ -37,69 +41,69 @@ class StoredTokens:
 
     @property
     def slots(self) -> Tensor:
-        """int32 [B, H, N], -1 where no token is."""
+        """int32 [B, H, N]; -1: no token."""
         return self.line_slots.expand(-1, self.heads, -1)
 
     @property
     def positions(self) -> Tensor:
-        """int64 [B, H, N], tokens of the row before this one; -1 where no token is."""
+        """int64 [B, H, N], number of tokens of the row before this one; -1: no token."""
         return self.line_positions.expand(-1, self.heads, -1)
 
     @property
     def live(self) -> Tensor:
-        """bool [B, H, N]: there is a token."""
+        """bool [B, H, N], True where there is a token."""
         return self.slots >= 0
 
     def narrowed(self, keep: Tensor) -> StoredTokens:
-        """The same with the tokens of keep [B, 1 or H, N] alone."""
+        """A copy with only the tokens of keep [B, 1 or H, N]."""
         other = copy.copy(self)
         other.line_slots = self.line_slots.masked_fill(~keep, -1)
         other.line_positions = self.line_positions.expand(other.line_slots.shape).contiguous()
         return other
 
     def keys(self) -> Tensor:
-        """float32 [B, H, N, Dk], as they are read back (after RoPE)."""
+        """Dequantized keys, after RoPE: float32 [B, H, N, Dk]."""
         self._pair = self._pair or self._source.read()
         return self._pair[0]
 
     def values(self) -> Tensor:
-        """float32 [B, H, N, Dv]."""
+        """Dequantized values: float32 [B, H, N, Dv]."""
         self._pair = self._pair or self._source.read()
         return self._pair[1]
 
     def key_norms(self) -> Tensor:
-        """float32 [B, H, N]: length of each key; without reading keys back."""
+        """L2 norm of each key, computed without dense keys: float32 [B, H, N]."""
         return self._source.measure(0)
 
     def value_norms(self) -> Tensor:
-        """float32 [B, H, N]: length of each value."""
+        """L2 norm of each value: float32 [B, H, N]."""
         return self._source.measure(1)
 
     def key_cosines(self) -> Tensor:
-        """float32 [B, H, N]: cosine of each key with the mean of the head's keys, each of length 1."""
+        """Cosine similarity of each key and the mean of the head's normalized keys: float32 [B, H, N]."""
         return self._source.measure(2)
 
     def window_attention(self, queries: int) -> Tensor:
-        """float32 [B, H, N]: the attention that the last `queries` queries gave, summed over them and over the query
-        heads of a KV head. Needs a policy whose `window` is at least that."""
+        """Attention from the last `queries` queries, summed over them and over the query heads of a KV head: float32
+        [B, H, N]. Needs a policy with `window >= queries`."""
         return self._source.window_attention(queries)
 
     def queries(self, n: int) -> tuple[Tensor, Tensor, float]:
-        """The last n queries (or all that there were): float32 [B, Hq, n, Dk] as they attend (after RoPE), NaN at
-        pads; int64 [B, n], their positions; the scale of their scores. Needs a policy whose `window` is n at least."""
+        """The last n queries, or fewer if there were fewer: (float32 [B, Hq, n, Dk] after RoPE, NaN at padding; their
+        positions, int64 [B, n]; the softmax scale). Needs a policy with `window >= n`."""
         return self._source.last_queries(n)
 
     def frequencies(self) -> Tensor:
-        """float64 [Dk / 2]: of the model's RoPE. Needs a policy with `needs_rope`."""
+        """Frequencies of the model's RoPE: float64 [Dk / 2]. Needs a policy with `needs_rope`."""
         return self._source.rope
 
     def mean_scores(self) -> Tensor:
-        """float32 [B, H, N]: scores per query that could see the token."""
+        """`scores` divided by the number of queries that could see the token: float32 [B, H, N]."""
         return self._source.means(self._at, self.real)
 
     def smoothed(self, x: Tensor, kernel: int, newest: int, largest: bool = False) -> Tensor:
-        """float32 [B, H, N]: x [B, H, N], 0 at the `newest` tokens of a row, smoothed over the `kernel` tokens around
-        each in the order of the sequence: their mean, or the largest."""
+        """x [B, H, N], set to 0 at the `newest` tokens of a row, then pooled over `kernel` adjacent tokens in sequence
+        order: their mean, or with `largest` their maximum. float32 [B, H, N]."""
         args = (
             x.cpu().contiguous().numpy(),
             self.line_slots.numpy(),
@@ -111,9 +115,9 @@ class StoredTokens:
     def best(
         self, score: Tensor, budgets: Tensor, sinks: int, recent: int, protected: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """bool [B, h, N]: of each head the `budgets` [B, h] tokens of highest score [B, H, N] (or [B, 1, N]), ties for
-        the younger; before all others the first `sinks`, the newest `recent` and the `protected`. h is H, or 1: by
-        the mean score."""
+        """Selects `budgets` [B, h] tokens of each head: the first `sinks`, the newest `recent` and the `protected`
+        first, then by score [B, H, N] (or [B, 1, N]); of equal scores the newer token. Returns bool [B, h, N]. With
+        h = 1 instead of H, heads share the selection by their mean score."""
         shapes = [[*self.slots.shape[:-2], heads, self.slots.shape[-1]] for heads in (self.heads, 1)]
         if not isinstance(score, Tensor) or list(score.shape) not in shapes:
             got = list(score.shape) if isinstance(score, Tensor) else type(score).__name__
@@ -128,26 +132,27 @@ class StoredTokens:
 
 
 def check_latent(policy: Policy) -> None:
-    """ValueError for a policy that cannot go by latents (MLA), which hold K before RoPE and V in one."""
+    """Raises ValueError for a policy that does not work with latents (MLA), which stand for both K before RoPE and
+    V."""
     needs = {
         "rotates keys": policy.positions == "cache",
-        "wants queries and keys before RoPE": policy.needs_rope,
-        "wants values of all heads": policy.needs_outputs,
+        "needs queries and keys before RoPE": policy.needs_rope,
+        "needs the values of all heads": policy.needs_outputs,
     }
     if why := [what for what, needed in needs.items() if needed]:
         raise ValueError(
-            "PagedKV: policy: expected one that goes by attention, positions, or keys as they are stored, for latent "
+            "PagedKV: policy: expected a policy that scores by attention, positions or stored keys, for latent "
             f"attention (MLA), got {policy!r}, which {why[0]}"
         )
 
 
 def tokens_of(budget: float, real: int) -> int:
-    """A budget in tokens (int) or as a share of the tokens so far (float up to 1)."""
+    """The number of tokens for a budget in tokens (int) or as a share of `real` tokens (float up to 1)."""
     return budget if isinstance(budget, int) else math.ceil(budget * real)
 
 
 def check_budget(name: str, budget: Any) -> int | float:
-    """`budget` if it is tokens (int, at least 1) or a share (float in (0, 1])."""
+    """`budget`, checked: tokens (int, at least 1) or a share (float in (0, 1])."""
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError(f"{name}: budget: expected tokens (int) or a share (float), got {type(budget).__name__}")
     if not (budget >= 1 if isinstance(budget, int) else 0 < budget <= 1):
@@ -156,45 +161,45 @@ def check_budget(name: str, budget: Any) -> int | float:
 
 
 class Policy:
-    """What a layer keeps: of each row and head the `budget` tokens of highest score, protected ones first.
+    """Base class of eviction policies: each row and head keeps the `budget` tokens with the highest scores, protected
+    tokens first.
 
-    A layer evicts a row when it holds `slack` tokens more than its budget (a page if None), down to the budget, after
-    attention. A policy holds no state of a sequence: one object serves all layers and caches.
+    A layer evicts after attention, when a row exceeds its budget by `slack` tokens, down to the budget. A policy has
+    no state of sequences: one object can be used for all layers and caches.
 
     Args:
-        budget: tokens that a head keeps, protected ones included: an int, or a float, a share of the tokens so far.
-        sinks: first tokens of each row, never evicted.
-        recent: newest tokens, not evicted.
-        slack: tokens over the budget that are put up with until the next eviction.
+        budget: tokens that a head keeps, protected ones included: int, or float: share of all tokens so far.
+        sinks: number of first tokens of each row that are never evicted.
+        recent: number of newest tokens that are not evicted.
+        slack: number of tokens over the budget before a row is evicted. Default: page_size.
 
-    A policy of your own overrides `score`, and what else it needs to. Raises TypeError and ValueError for arguments
-    that are none.
+    Subclasses override `score`, and other methods if needed. Raises TypeError and ValueError for invalid arguments.
     """
 
-    needs_attention = False  # attention of every call is gathered in `StoredTokens.scores`
-    window = 0  # last queries that `StoredTokens.window_attention` may be asked for
+    needs_attention = False  # accumulate the attention of every call in `StoredTokens.scores`
+    window = 0  # number of last queries available to `StoredTokens.window_attention` and `queries`
     positions = "original"  # or "cache": see StreamingLLM
-    needs_rope = False  # `StoredTokens.frequencies` must tell
-    needs_outputs = False  # goes by the model's output projection, of V
-    clusters = 0  # of the keys that go, for `evicted_attention`: see Watch
-    ladder: tuple[tuple[str, str], ...] = ()  # K and V formats that pages of low scorers take: see Demote
-    shares: tuple[float, ...] = ()  # of the pages, for each rung of the ladder
+    needs_rope = False  # uses `StoredTokens.frequencies`
+    needs_outputs = False  # uses the model's output projection
+    clusters = 0  # clusters of evicted keys, for `evicted_attention`: see Watch
+    ladder: tuple[tuple[str, str], ...] = ()  # K and V formats for pages with low scores: see Demote
+    shares: tuple[float, ...] = ()  # share of the pages for each format of the ladder
     arguments: tuple[tuple, dict[str, Any]]
-    heads = "each"  # or "shared": all KV heads keep the same tokens; the table stays uniform
+    heads = "each"  # or "shared": all KV heads keep the same tokens, in one block table
     uneven = False  # heads may keep different numbers of tokens
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        signature = inspect.signature(cls.__init__)  # what editors show, instead of `__new__`'s
+        signature = inspect.signature(cls.__init__)  # for editors, which would show that of `__new__`
         cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
 
     def __new__(cls, *args: Any, **options: Any) -> Policy:
         policy = super().__new__(cls)
-        policy.arguments = (args, options)  # what `to_dict` tells
+        policy.arguments = (args, options)  # for `to_dict`
         return policy
 
     def to_dict(self) -> dict[str, Any]:
-        """The policy as JSON takes it; see `policies.from_dict`."""
+        """The policy as a JSON-serializable dict; see `policies.from_dict`."""
 
         def plain(x: Any) -> Any:
             return x.to_dict() if isinstance(x, Policy) else x
@@ -219,36 +224,37 @@ class Policy:
             )
 
     def limit(self, real: int, layer: int, layers: int) -> int:
-        """Tokens that a head of this layer keeps on average, for a row of `real` tokens so far."""
+        """Mean number of tokens that a head of this layer keeps, for a row with `real` tokens so far."""
         return tokens_of(self.budget, real)
 
     def budgets(self, stored: StoredTokens) -> Tensor:
-        """int64 [B, H]: tokens that each head keeps."""
+        """Number of tokens that each head keeps: int64 [B, H]."""
         return torch.tensor([
             [self.limit(real, stored.layer, stored.layers)] * stored.heads for real in stored.real.tolist()
         ], device="cpu")  # fmt: skip
 
     def score(self, stored: StoredTokens) -> Tensor:
-        """float32 [B, H, N] (or [B, 1, N]: all heads alike), on any device; the highest are kept. Not NaN."""
+        """Score of each token, float32 [B, H, N], or [B, 1, N] for all heads, on any device. The highest are kept. NaN
+        raises ValueError."""
         raise NotImplementedError(f"{type(self).__name__}: expected a policy with a score")
 
     def protected(self, stored: StoredTokens) -> Tensor | None:
-        """bool [B, H, N]: kept whatever their score, next to the first `sinks` and the newest `recent`; or None."""
+        """Tokens to keep regardless of score, besides `sinks` and `recent`: bool [B, H, N], or None."""
         return None
 
     def decay_of(self, queries: int) -> float:
-        """What older attention counts when a call of `queries` tokens adds its own: scores = decay * scores + new."""
+        """Decay of accumulated attention in a call of `queries` tokens: scores = decay * scores + new."""
         return 1.0
 
     def keep(self, stored: StoredTokens) -> Tensor:
-        """bool [B, H, N], or [B, 1, N] if all heads keep the same tokens."""
+        """The tokens to keep: bool [B, H, N], or [B, 1, N] for all heads."""
         score, budgets, protected = self.score(stored), self.budgets(stored), self.protected(stored)
-        if self.heads == "shared" and stored.line_slots.shape[1] == 1:  # more: heads were evicted apart, by hand
+        if self.heads == "shared" and stored.line_slots.shape[1] == 1:  # else `evict(keep)` has split the heads
             budgets = budgets[:, :1]
         return stored.best(score, budgets, self.sinks, self.recent, protected)
 
     def bind(self, model: Any) -> Policy:
-        """Takes what it needs to know of `model` (a transformers model); most need nothing. Returns itself."""
+        """Reads what the policy needs from `model`, a transformers model (most need nothing). Returns itself."""
         return self
 
     def describe(self) -> str:

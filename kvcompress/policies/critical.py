@@ -1,4 +1,4 @@
-"""CriticalKV: by what a token can change in the layer's output."""
+"""CriticalKV: scores by the effect of a token on the layer's output."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from .wrappers import Wrapper
 
 
 class CriticalKV(Wrapper):
-    """Spends part of the budget on the highest scores, the rest on score * |W_o v|_1 (Feng et al., 2502.03805).
+    """Keeps the tokens with the highest scores for a part of the budget, and those with the highest score * |W_o v|_1
+    for the rest (Feng et al., arXiv 2502.03805).
 
-    W_o, the model's output projection, is taken by `bind(model)`; |W_o v|_1 is the mean over a KV head's query heads.
-    An eviction takes Hq * Dv * hidden multiply-adds a token.
+    `bind(model)` reads W_o, the model's output projection; |W_o v|_1 is the mean over the query heads of a KV head.
+    An eviction costs Hq * Dv * hidden multiply-adds per token.
 
     Args:
-        policy: gives the scores, 0 or more.
-        first: share of the budget that goes by score alone.
+        policy: a policy with scores of at least 0.
+        first: share of the budget selected by score alone.
         epsilon: added to scores in the second part.
     """
 
@@ -28,7 +29,7 @@ class CriticalKV(Wrapper):
         super().__init__(policy)
         self.needs_outputs = True
         self.first, self.epsilon = checks.number("CriticalKV: first", first, 0, 1), epsilon
-        self.outputs: list[Tensor] = []  # of each paged layer W_o, [hidden, Hq * Dv]
+        self.outputs: list[Tensor] = []  # W_o of each paged layer, [hidden, Hq * Dv]
 
     def bind(self, model: Any) -> Policy:
         from ..hf.modules import paged_attention_modules
@@ -40,8 +41,8 @@ class CriticalKV(Wrapper):
         """float32 [B, H, N]: |W_o v|_1."""
         if len(self.outputs) != stored.layers:
             raise ValueError(
-                f"CriticalKV: expected the output projections of {stored.layers} layers, got {len(self.outputs)}: "
-                "policy.bind(model), or of a cache that was loaded cache.bind(model)"
+                f"CriticalKV: expected the output projections of {stored.layers} layers, got {len(self.outputs)}: call "
+                "policy.bind(model), or cache.bind(model) for a loaded cache"
             )
         values = stored.values()
         H, D = values.shape[1], values.shape[3]

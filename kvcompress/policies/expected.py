@@ -1,4 +1,4 @@
-"""ExpectedAttention: by the attention that queries yet to come may pay."""
+"""ExpectedAttention: scores by the expected attention of future queries."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from .base import Policy, StoredTokens
 
 
 class ExpectedAttention(Policy):
-    """Keeps what future queries can be expected to attend to, times the length of its value (2510.00636).
+    """Keeps the tokens with the highest expected attention from future queries, times the norm of the value (Devoto et
+    al., arXiv 2510.00636).
 
-    Queries without RoPE are taken to be normal, with the mean and covariance of the last ones, and rotated to the mean
-    of the next `future` positions: score = |v| * mean over the group of softmax(q.k + k'Cov k / 2). Knows the model's
-    RoPE (a KVCache finds it). An eviction takes Hq * Dk^2 multiply-adds a token.
+    Queries before RoPE are modeled as normal, with the mean and covariance of the last queries, and rotated to the mean
+    of the next `future` positions: score = |v| * mean over the query heads of softmax(q.k + k'Cov k / 2). Needs the
+    model's RoPE, which a KVCache provides. An eviction costs Hq * Dk^2 multiply-adds per token.
 
     Args:
-        queries: the last ones (pads among them count), which the moments are of.
-        future: positions.
-        epsilon: added to the expected attention before the value's length counts.
+        queries: number of last queries for mean and covariance (padding counts).
+        future: number of future positions.
+        epsilon: added to the expected attention before the multiplication by the norm.
     """
 
     needs_rope = True

@@ -1,4 +1,4 @@
-"""H2O: heavy hitters by accumulated attention, and the newest."""
+"""H2O: keeps heavy hitters (by accumulated attention) and the newest tokens."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ SCORES = ("sum", "mean", "ema")
 
 
 class H2O(Policy):
-    """Keeps the tokens that got most attention so far, and the newest ones (Zhang et al., 2306.14048).
+    """Keeps the tokens with the most accumulated attention, and the newest tokens (Zhang et al., arXiv 2306.14048).
 
     Args:
-        budget: tokens a head keeps, or a share of the tokens so far.
-        recent: newest tokens, part of the budget; half of it if None, as in the paper.
-        sinks: first tokens, kept in any case. The paper has none: its sums favour early tokens anyway.
-        score: "sum", the paper's: all attention ever received, of all queries of all calls. It is biased: an early
-            token has been seen by more queries. "mean": per query that could see the token. "ema": older attention
-            counts `decay` as much with every token (of a call of many tokens, all alike).
-        heads: "each", or "shared": one set for all heads, from the mean over them.
-        decay: of "ema".
+        budget: tokens that a head keeps: int, or float: share of all tokens so far.
+        recent: number of newest tokens, part of the budget. Default: half of it, as in the paper.
+        sinks: number of first tokens that are never evicted. The paper has none; its sums favor early tokens anyway.
+        score: "sum", as in the paper: attention summed over all queries, which favors early tokens, since more queries
+            have seen them. "mean": the sum divided by the number of queries that could see the token. "ema": an
+            exponential moving average; each new token multiplies older attention by `decay` (all tokens of a call
+            weigh the same).
+        heads: "each", or "shared": all heads keep the same tokens, by the mean score.
+        decay: decay factor of "ema".
     """
 
     needs_attention = True
@@ -58,7 +59,7 @@ class H2O(Policy):
 
 
 class ScoreOnly(H2O):
-    """H2O without its window: what got most attention, and nothing else."""
+    """H2O without recent tokens: keeps the tokens with the most accumulated attention only."""
 
     def __init__(self, budget: int | float, sinks: int = 0, **options: Any) -> None:
         super().__init__(budget, 0, sinks, **options)

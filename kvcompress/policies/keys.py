@@ -1,4 +1,4 @@
-"""KNorm and KeyDiff: by the keys alone. Random: by nothing."""
+"""KNorm and KeyDiff: scores from keys only. Random: random scores."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from .base import Policy, StoredTokens
 
 
 class KNorm(Policy):
-    """Keeps keys of small norm: they get more attention (Devoto et al., 2406.11430)."""
+    """Keeps the tokens with the smallest key norms, which tend to receive more attention (Devoto et al., arXiv
+    2406.11430)."""
 
     def score(self, stored: StoredTokens) -> Tensor:
         return -stored.key_norms()
 
 
 class KeyDiff(Policy):
-    """Keeps keys that are unlike the mean of all, by cosine (Park et al., 2504.15364)."""
+    """Keeps the tokens whose keys have the lowest cosine similarity to the mean key (Park et al., arXiv 2504.15364)."""
 
     def score(self, stored: StoredTokens) -> Tensor:
         return -stored.key_cosines()
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Integers below 2^24 that look random, from integers."""
+    """Hash of integers to integers below 2^24."""
     for shift, factor in ((16, 0x45D9F3B), (16, 0x45D9F3B), (16, 1)):
         x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
     return x & 0xFFFFFF
 
 
 class Random(Policy):
-    """Keeps a random choice, for comparison. The same for the same `seed`, whatever else is in the batch."""
+    """Keeps random tokens, as a baseline. Depends on `seed` and positions only, not on the batch."""
 
     def __init__(self, budget: int | float, seed: int = 0, sinks: int = 0, recent: int = 0, **options) -> None:
         super().__init__(budget, sinks=sinks, recent=recent, **options)

@@ -1,8 +1,8 @@
-"""Policies as text, for strategies: NAME:BUDGET, the budget in tokens or, with %, as a share of the tokens so far; and
-what goes around a policy, from the inside out:
+"""Policies in strategy strings: NAME:BUDGET, with the budget in tokens or, with %, as a share of the tokens so far; and
+wrappers, from the innermost to the outermost:
 
     pyramid:RATIO                     PyramidBudget
-    chain:NAME@BUDGET,..              Chain: these first, then the policy
+    chain:NAME@BUDGET,..              Chain: these policies first, then the main one
     protect:BEGIN-END,..              Protect
     demote:FORMATS["@"SHARE],..       Demote; FORMATS as "int8" or "int8/int4"
     watch:CLUSTERS                    Watch
@@ -64,14 +64,14 @@ _AROUND: dict[str, tuple[str, Callable[[Policy, str], Policy]]] = {
         f"NAME@BUDGET,.. of {', '.join(NAMES)}", lambda policy, text: Chain(*_first(text, policy.sinks), policy)
     ),
     "protect": ("BEGIN-END,.. in tokens", lambda policy, text: Protect(policy, _spans(text))),
-    "demote": ('formats that get smaller, as FORMATS["@"SHARE],..', lambda policy, text: Demote(policy, *_rungs(text))),
-    "watch": ("clusters, at least 1", lambda policy, text: Watch(policy, int(text))),
+    "demote": ('ever smaller formats as FORMATS["@"SHARE],..', lambda policy, text: Demote(policy, *_rungs(text))),
+    "watch": ("at least 1 cluster", lambda policy, text: Watch(policy, int(text))),
 }  # fmt: skip
 AROUND = tuple(_AROUND)
 
 
 def check(name: str, budget: Any) -> str:
-    """`budget` of policy `name`, or what is said of something around a policy, as it is written. Raises ValueError."""
+    """The budget of policy `name`, or the argument of wrapper `name`, as text. Raises ValueError if it is invalid."""
     if name in _AROUND:
         expected, build = _AROUND[name]
         try:
@@ -80,7 +80,7 @@ def check(name: str, budget: Any) -> str:
             raise ValueError(f"strategy: {name}: expected {expected}, got {budget!r} ({error})") from None
         return str(budget)
     if name not in NAMES:
-        raise ValueError(f"strategy: expected a policy out of {', '.join(NAMES)}, got {name!r}")
+        raise ValueError(f"strategy: expected one of the policies {', '.join(NAMES)}, got {name!r}")
     text = str(budget)
     if not re.fullmatch(r"[1-9]\d*%?" if name != "window" else r"[1-9]\d*", text) or (
         text.endswith("%") and int(text[:-1]) > 100
@@ -91,7 +91,7 @@ def check(name: str, budget: Any) -> str:
 
 
 def around(policy: Policy, given: dict[str, str]) -> Policy:
-    """The policy in what goes around it, by name."""
+    """The policy in the wrappers given by name."""
     for name, (_, build) in _AROUND.items():
         if name in given:
             policy = build(policy, given[name])
@@ -99,8 +99,7 @@ def around(policy: Policy, given: dict[str, str]) -> Policy:
 
 
 def make(name: str, budget: str, sinks: int, recent: int) -> Policy:
-    """The policy. With `recent` newest tokens protected, a budget in tokens counts what is kept next to them and the
-    sinks."""
+    """The policy `name`. With `recent`, a budget in tokens does not include the recent tokens and sinks."""
     if name == "window":
         return StreamingLLM(sinks, int(budget)) if sinks else SlidingWindow(int(budget))
     share = budget.endswith("%")

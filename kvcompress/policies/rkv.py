@@ -1,4 +1,4 @@
-"""R-KV: by attention, less what other tokens say again."""
+"""R-KV: scores by attention and redundancy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from .base import StoredTokens
 
 
 class RKV(SnapKV):
-    """Keeps what is attended to and not redundant, for long chains of thought (Cai et al., 2505.24133).
+    """Keeps tokens with much attention and little redundancy, for long chains of thought (Cai et al., arXiv
+    2505.24133).
 
-    score = weight * importance - (1 - weight) * redundancy: importance is the attention of the last `window` queries,
-    the largest among `kernel` neighbours; redundancy the softmax over the tokens of a token's mean cosine to the other
-    keys, where only cosines above `similar` count, and the newest of the keys like a key does not count against it.
+    score = weight * importance - (1 - weight) * redundancy. importance: attention of the last `window` queries,
+    max-pooled over `kernel` tokens. redundancy: softmax over tokens of the mean cosine similarity to the other keys;
+    only similarities above `similar` count, and that to the newest similar key does not.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class RKV(SnapKV):
                 cosine = (rows @ rows.T).fill_diagonal_(0)
                 like = cosine > self.similar
                 cosine = cosine * like
-                youngest = torch.where(like, position[:, None], -1).max(0)  # of those like each key
+                youngest = torch.where(like, position[:, None], -1).max(0)  # newest similar token of each key
                 cosine[youngest.indices, torch.arange(len(rows), device=rows.device)] *= youngest.values < 0
                 mean[b, h][live] = cosine.mean(1)
         return mean.masked_fill(~lives, -torch.inf).softmax(-1).cpu()

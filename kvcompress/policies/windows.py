@@ -1,4 +1,4 @@
-"""StreamingLLM and SlidingWindow: what is kept depends on the position alone."""
+"""StreamingLLM and SlidingWindow: eviction by position only."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from .base import Policy, StoredTokens
 
 
 class StreamingLLM(Policy):
-    """Keeps the first `sinks` tokens and the newest `window` (Xiao et al., 2309.17453).
+    """Keeps the first `sinks` and the newest `window` tokens (Xiao et al., arXiv 2309.17453).
 
     Args:
-        sinks: first tokens of each row.
-        window: newest tokens.
-        positions: "original": keys keep the positions that they were written with. "cache": positions inside the cache,
-            as in the paper, for sequences longer than the model was trained for: the sinks are moved up to the window
-            when they are read (the distance between query and window is the same anyway). Needs the model's RoPE: see
-            `KVCache`.
+        sinks: number of first tokens of each row.
+        window: number of newest tokens.
+        positions: "original": keys keep the positions that they were written with. "cache": positions in the cache, as
+            in the paper, for sequences longer than the model was trained for: sinks are rotated next to the window when
+            they are read; distances between queries and the window do not change. Needs the model's RoPE, which a
+            KVCache provides.
     """
 
     heads = "shared"
@@ -34,7 +34,7 @@ class StreamingLLM(Policy):
 
 
 class SlidingWindow(StreamingLLM):
-    """Keeps the newest `window` tokens, freeing whole pages."""
+    """Keeps the newest `window` tokens and frees whole pages."""
 
     def __init__(self, window: int, *, slack: int | None = None) -> None:
         super().__init__(0, window, slack=slack)

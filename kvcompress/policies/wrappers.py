@@ -1,4 +1,4 @@
-"""Policies around a policy: budgets by head and by layer, spans that stay, smaller formats, one after another."""
+"""Wrappers of policies: budgets by head or layer, protected spans, smaller formats for low scores, chains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ATTRIBUTES = (
 
 
 class Wrapper(Policy):
-    """Does what `policy` does, but for what a subclass overrides."""
+    """Base class of wrappers: behaves as `policy`, except for what a subclass overrides."""
 
     def __init__(self, policy: Policy) -> None:
         if not isinstance(policy, Policy):
@@ -54,9 +54,9 @@ class Wrapper(Policy):
 
 
 class AdaKV(Wrapper):
-    """Deals the budget of a layer out among its heads, by score (Feng et al., 2407.11550).
+    """Distributes the budget of a layer over its heads, by score (Feng et al., arXiv 2407.11550).
 
-    The H * budget best tokens of all heads stay, but every head keeps at least floor * budget of its own.
+    Keeps the H * budget best tokens of all heads together, and at least floor * budget tokens of each head.
     """
 
     heads = "each"
@@ -68,7 +68,7 @@ class AdaKV(Wrapper):
         self.floor, self.uneven = checks.number("AdaKV: floor", floor, 0, 1), True
 
     def budgets(self, stored: StoredTokens) -> Tensor:
-        """Each head: its share of the best of the layer. Within a head these are its best, so `best` finds them."""
+        """The number of tokens of each head among the best of the layer; these are also the best of their head."""
         return self._dealt(stored, self.score(stored))
 
     def keep(self, stored: StoredTokens) -> Tensor:
@@ -86,9 +86,9 @@ class AdaKV(Wrapper):
 
 
 class PyramidBudget(Wrapper):
-    """More tokens for lower layers: budgets fall linearly from the first layer to the last (2406.02069).
+    """Larger budgets for lower layers, linear in the layer (PyramidKV, Cai et al., arXiv 2406.02069).
 
-    ratio: budget of the first layer over that of the last; their mean is the policy's budget.
+    ratio: budget of the first layer / budget of the last; the mean is the policy's budget.
     """
 
     def __init__(self, policy: Policy, ratio: float = 4.0) -> None:
@@ -106,9 +106,9 @@ class PyramidBudget(Wrapper):
 
 
 class Protect(Wrapper):
-    """Never evicts the tokens of some spans, a system prompt for instance (2510.00231).
+    """Never evicts the tokens of given spans, such as a system prompt (arXiv 2510.00231).
 
-    spans: (begin, end) positions, pads not counted; end not included.
+    spans: (begin, end) positions, padding not counted; end is exclusive.
     """
 
     def __init__(self, policy: Policy, spans: Sequence[tuple[int, int]]) -> None:
@@ -129,18 +129,17 @@ class Protect(Wrapper):
 
 
 class Demote(Wrapper):
-    """Low scorers go down before they go out: pages of low mean score are written anew in smaller formats.
+    """Re-encodes pages with low scores in smaller formats.
 
-    At every eviction the closed pages of a head are ranked by the mean score of the tokens that stay in them. The best
-    share takes the first format of the ladder, the next the second, and so on. A page never comes back up, and nothing
-    happens to one whose format is as small already; sinks, open pages and the newest page's worth of tokens stay as
-    they are. What it costs is in `stats()["rewritten"]`. Source: tokens that matter less in fewer bits instead of none,
-    as MiKV (2402.18096); here by page.
+    Each eviction ranks the sealed pages of a head by the mean score of their remaining tokens. The pages with the best
+    scores get the first format of the ladder, the next ones the second, and so on. Pages only ever become smaller.
+    Sinks, open pages and the newest page_size tokens do not change. `stats()["rewritten"]` counts rewritten tokens.
+    Source: fewer bits for less important tokens as in MiKV (arXiv 2402.18096), but by page.
 
     Args:
-        policy: which tokens stay, and their scores.
+        policy: the policy that evicts and scores tokens.
         ladder: formats ("int8", or K/V formats as "int8/int4"), each no larger than the one before; "raw" only first.
-        shares: of the pages, for each rung; equal if None.
+        shares: share of the pages for each format. Default: equal shares.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class Demote(Wrapper):
         ladder = checks.listed("Demote: ladder", ladder, "formats")
         shares = (1.0,) * len(ladder) if shares is None else tuple(checks.listed("Demote: shares", shares, "numbers"))
         if len(shares) != len(ladder) or not ladder or any(not x > 0 for x in shares):
-            raise ValueError(f"Demote: shares: expected {len(ladder)} numbers above 0, one a rung, got {shares}")
+            raise ValueError(f"Demote: shares: expected {len(ladder)} numbers above 0, one per format, got {shares}")
         self.ladder, self.shares = tuple(pair(x, "Demote: ladder") for x in ladder), shares
         for name in (name for names in self.ladder for name in names):
             if name not in formats.NAMES:
@@ -159,15 +158,16 @@ class Demote(Wrapper):
         for above, below in zip(self.ladder, self.ladder[1:], strict=False):
             for a, b in zip(above, below, strict=True):
                 if formats.bits(b) > formats.bits(a) or b == "raw":
-                    raise ValueError(f"Demote: ladder: expected formats that get smaller, got {a!r} before {b!r}")
+                    raise ValueError(f"Demote: ladder: expected ever smaller formats, got {a!r} before {b!r}")
 
 
 class Watch(Wrapper):
-    """Remembers what went, in summary, so that `evicted_attention()` can estimate what it would have been worth.
-    Source: the mean of exp(q . k) over normal keys, as Expected Attention (2510.00636) takes it over normal queries.
+    """Keeps a summary of evicted keys, from which `evicted_attention()` estimates the attention they would receive.
+    Source: the mean of exp(q . k) over normally distributed keys, as Expected Attention (arXiv 2510.00636) computes it
+    over normally distributed queries.
 
-    clusters: of each head's evicted keys: count, mean and variance by dim, 8 * Dk + 4 bytes each. Evictions read the
-        keys that go.
+    clusters: clusters of evicted keys per head, each a count, a mean and a variance by dim: 8 * Dk + 4 bytes. Evictions
+        read the evicted keys.
     """
 
     def __init__(self, policy: Policy, clusters: int = 16) -> None:
@@ -176,9 +176,10 @@ class Watch(Wrapper):
 
 
 class Chain(Wrapper):
-    """One policy after another: what all of them keep. The last one's budget says when to evict.
+    """Applies policies in order; each chooses among the tokens that those before it keep. The budget of the last one
+    decides when to evict.
 
-    At most one of them may observe attention.
+    At most one of them may accumulate attention.
     """
 
     def __init__(self, *policies: Policy) -> None:
@@ -186,14 +187,14 @@ class Chain(Wrapper):
             raise ValueError("Chain: expected at least one policy, got none")
         super().__init__(policies[-1])
         if sum(p.needs_attention for p in policies) > 1:
-            raise ValueError("Chain: expected at most one policy that gathers attention (H2O), got more")
+            raise ValueError("Chain: expected at most one policy that accumulates attention (H2O), got more")
         self.policies = policies
         self.needs_attention = any(p.needs_attention for p in policies)
         self.window = max(p.window for p in policies)
         self.sinks = max(p.sinks for p in policies)
         self.needs_rope = any(p.needs_rope for p in policies)
         self.needs_outputs = any(p.needs_outputs for p in policies)
-        self.uneven = any(p.heads == "each" for p in policies)  # what all keep differs in number
+        self.uneven = any(p.heads == "each" for p in policies)  # heads may then keep different numbers of tokens
 
     def bind(self, model: Any) -> Policy:
         for policy in self.policies:

@@ -1,2 +1,2 @@
-"""Tensors quantized by themselves (`tensor`), errors (`metrics`), formats by layer and position (`mixed_precision`),
-blocks of other engines put into pages (`pack`)."""
+"""Quantized tensors (`tensor`), error metrics (`metrics`), formats by layer and position (`mixed_precision`), pages
+from blocks of other engines (`pack`)."""

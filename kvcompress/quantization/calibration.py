@@ -1,7 +1,7 @@
-"""Calibrated coordinates of K and V: a linear map for each layer and KV head, measured on a text, in a file of its own.
+"""Calibration: linear maps of K and V for each layer and KV head, measured on a text and stored in a file.
 
-`kvcompress.hf.calibrate` measures them. Rows are mapped before they are stored, q and the output the other way, so that
-attention is the same; see docs/formats.md for what formats make of it.
+`kvcompress.hf.calibrate` measures them. K and V are mapped before they are stored; q and the output are mapped such
+that attention does not change. See docs/formats.md for the effect on formats.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SIDES = ("key", "value")
 
 
 class Basis(NamedTuple):
-    """Of one layer, fp32 [H, D, D]: rows of K times `key` are stored, those times `key_back` are K again; V alike.
-    costs: fp32 [H, D], what noise in each stored dim costs, where codes are to be chosen by it (`feedback`)."""
+    """The maps of one layer, fp32 [H, D, D]: K @ key is stored, and K = stored @ key_back; likewise for V. costs: fp32
+    [H, D], the cost of noise in each stored dim, if codes are chosen by it (`feedback`)."""
 
     key: Tensor
     key_back: Tensor
@@ -35,13 +35,13 @@ class Basis(NamedTuple):
     value_costs: Tensor = None  # type: ignore[assignment]
 
     def to(self, device: torch.device) -> Basis:
-        """The same on `device`."""
+        """A copy on `device`."""
         return Basis(*(x if x is None else x.to(device).contiguous() for x in self))
 
 
 def mapped(x: Tensor, by: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """x [B, Hq, N, D], rows of each group of Hq / H heads times their head's matrix of by [H, D, D], in float32, under
-    autocast too. The same bytes on every CPU."""
+    """x [B, Hq, N, D] with the rows of each group of Hq / H heads multiplied by the matrix of their head in by [H, D,
+    D], in float32 even under autocast. Bitwise reproducible on every CPU."""
     if x.device.type == "cpu":
         return ops.map_heads(x if x.stride(3) == 1 else x.contiguous(), by.contiguous(), by.new_empty(0, dtype=dtype))
     with torch.autocast(x.device.type, enabled=False):
@@ -51,7 +51,7 @@ def mapped(x: Tensor, by: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _hadamard(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The orthonormal transform of n axes, a power of two, in the order of the core's rotation."""
+    """The orthonormal Hadamard matrix of n dims, a power of two, in the order of the core's rotation."""
     turn = torch.ones(1, 1, dtype=dtype)
     while len(turn) < n:
         turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
@@ -59,9 +59,9 @@ def _hadamard(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def feedback(costs: Tensor, dim: int) -> Tensor:
-    """What rotated formats choose codes by (`kvc_attend_feedback` in csrc/core/kvc.h), fp32 [H, dim + 1, dim]: the
-    factor L D L^T of the metric that `costs` [H, D] are the diagonal of, rotated as rows of `dim` dims are. Damped, as
-    dims that cost next to nothing would take over errors beyond the range of codes."""
+    """The error feedback by which rotated formats choose codes (`kvc_attend_feedback` in csrc/core/kvc.h), fp32 [H, dim
+    + 1, dim]: the factorization L D L^T of the metric diag(costs), costs [H, D], rotated like rows of `dim` dims.
+    Damped, since dims of almost no cost would otherwise receive errors beyond the range of codes."""
     turn = torch.block_diag(*[_hadamard(dim & -dim, torch.float64)] * (dim // (dim & -dim)))
     metric = pad(costs.double().cpu(), (0, dim - costs.shape[1]))
     metric = metric / metric.mean(1, keepdim=True) + _DAMPING
@@ -74,9 +74,9 @@ def feedback(costs: Tensor, dim: int) -> Tensor:
 class Calibration:
     """The maps of a model.
 
-    layers: {layer: (key [H, Dk, Dk], value [H, Dv, Dv])}. model: hash of the config. weights: {layer: hash of what its
-    attention computes with}. path: of its file, if it has one. deviations: {layer: (key [H, Dk], value [H, Dv])} of the
-    axes that the maps lead to; without them all formats get the maps as they are.
+    layers: {layer: (key [H, Dk, Dk], value [H, Dv, Dv])}. model: hash of the config. weights: {layer: hash of the
+    weights of its attention}. path: its file, or None. deviations: {layer: (key [H, Dk], value [H, Dv])}, standard
+    deviations of the mapped dims; without them all formats use the maps unchanged.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Calibration:
 
     @classmethod
     def of(cls, given: Any) -> Calibration:
-        """A Calibration, or that of a file."""
+        """`given`, a Calibration, or the one loaded from the path `given`."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, (str, os.PathLike)):
@@ -110,9 +110,10 @@ class Calibration:
         return cls.load(given)
 
     def basis(self, layer: int, even: tuple[bool, bool] = (False, False)) -> Basis | None:
-        """That of a layer, if it was measured. even: do formats of K, of V spend the same bits on every axis? They get
-        the axes scaled by deviation^-_SHARE, and rotate them: 1 would be best for `feedback`, 1/2 without. For others
-        axes of one width are mixed, so that no code meets one odd distribution alone, and brought to variance one."""
+        """The basis of a layer, or None if it was not measured. even: whether the formats of K, of V use the same bits
+        for every dim. For those, dims are scaled by deviation^-_SHARE, and the format rotates them (1 would be best for
+        `feedback`, 1/2 without). For others, dims of equal width are mixed, so that no code sees an unusual
+        distribution alone, and scaled to variance one."""
         found = self._bases.get(layer)
         if found is None or layer not in self.deviations:
             return found
@@ -131,13 +132,13 @@ class Calibration:
         return Basis(*parts)
 
     def __deepcopy__(self, memo: Any) -> Calibration:
-        return self  # nobody changes it
+        return self  # immutable
 
     def digest(self) -> str:
-        """SHA-256 of all that is in it."""
+        """SHA-256 of its contents."""
         digest = hashlib.sha256(self._about()["layers"].encode() + self.model.encode())
         if self.deviations:
-            digest.update(str(_SHARE).encode())  # coordinates of pages in saved caches
+            digest.update(str(_SHARE).encode())  # the basis of pages in saved caches depends on it
         for index in sorted(self.layers):
             for x in (*self.layers[index], *self.deviations.get(index, ())):
                 digest.update(str(list(x.shape)).encode() + x.contiguous().numpy().tobytes())
@@ -152,7 +153,7 @@ class Calibration:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a safetensors file, whole or not at all."""
+        """Writes a safetensors file, atomically."""
         from safetensors.torch import save
 
         both = {"": self.layers, ".deviation": self.deviations}
@@ -166,7 +167,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """What `save` wrote. Raises OSError if it cannot be read, ValueError if it is none."""
+        """Loads a file that `save` wrote. Raises OSError if it cannot be read, ValueError if it is invalid."""
 
         def refuse(got: str) -> ValueError:
             return ValueError(
@@ -176,7 +177,7 @@ class Calibration:
         with files.safetensors(checks.path("Calibration: load", path), refuse) as file:
             about = file.metadata() or {}
             if about.get("kind") != KIND or about.get("version") != VERSION:
-                raise refuse(f"a {about.get('kind') or 'file of something else'}, version {about.get('version')}")
+                raise refuse(f"a {about.get('kind') or 'file of another kind'}, version {about.get('version')}")
             try:
                 weights = {int(i): str(x) for i, x in json.loads(about["layers"]).items()}
                 layers = {i: tuple(file.get_tensor(f"{i}.{side}").clone() for side in _SIDES) for i in weights}
@@ -185,13 +186,13 @@ class Calibration:
                       if f"{i}.key.deviation" in there}  # fmt: skip
                 model = about["model"]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise refuse(f"a damaged one ({error})") from None
+                raise refuse(f"a damaged file ({error})") from None
         return cls(layers, model, weights, path, by)  # type: ignore[arg-type]
 
 
 def _turns(D: int) -> tuple[Tensor, Tensor]:
-    """Orthonormal [D, D] that mixes axes of one width: Hadamard transforms of the largest power of two in the first
-    quarter of D, in the half behind it, in the last quarter; and which block each axis is in, [D, blocks]."""
+    """An orthonormal [D, D] that mixes dims of equal width: Hadamard transforms of the largest power of two in the
+    first quarter of D, the next half, and the last quarter; and the block of each dim, [D, blocks]."""
     blocks = []
     for n in (D // 4, D // 2, D - D // 4 - D // 2):
         blocks += [_hadamard(n & -n)] * (n // max(1, n & -n))
@@ -212,7 +213,7 @@ def _pair(index: int, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
     if x.shape[1] > formats.MAX_DIM:
         raise ValueError(f"{what}: expected heads of at most {formats.MAX_DIM} dims, got {x.shape[1]}")
     back, info = torch.linalg.inv_ex(x.double())
-    off = (x @ back.float() - torch.eye(x.shape[1], device=x.device)).abs().amax()  # as they are used
+    off = (x @ back.float() - torch.eye(x.shape[1], device=x.device)).abs().amax()  # in the dtype of their use
     if bool(info.any()) or not float(off) < 1e-3:
-        raise ValueError(f"{what}: expected maps that have an inverse in float32, got others; calibrate again")
+        raise ValueError(f"{what}: expected maps that are invertible in float32, got others; calibrate again")
     return x, back.float()

@@ -1,4 +1,4 @@
-"""How far a quantized tensor is from the true one: of the numbers, and of attention over them. float64 inside."""
+"""Error metrics of quantized tensors, and of attention over them. Computed in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tensor import QuantizedTensor
 
 
 class Error(NamedTuple):
-    """y against the true x; see `error`."""
+    """Result of `error`."""
 
     mse: float
     max: float
@@ -22,7 +22,7 @@ class Error(NamedTuple):
 
 
 class AttentionError(NamedTuple):
-    """Attention over quantized keys and values against the true one; see `attention_error`."""
+    """Result of `attention_error`."""
 
     kl: float
     kl_max: float
@@ -30,7 +30,7 @@ class AttentionError(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """counts int64 [n] between edges float64 [n + 1]."""
+    """counts: int64 [n]; edges: float64 [n + 1]."""
 
     counts: Tensor
     edges: Tensor
@@ -45,15 +45,15 @@ def _pair(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def error(x: Tensor, y: Tensor) -> Error:
-    """How far y is from the true x.
+    """Error of y against the reference x, over all elements.
 
-    x, y: one shape, any float dtypes. Returns, over all elements:
+    x, y: tensors of the same shape, any float dtypes. Returns an `Error`:
         mse: mean of (y - x)^2.
-        max: of |y - x|.
-        relative: |y - x| / |x|, euclidean norms; 0 where they are equal, inf where only x is zero.
-        cosine: of the angle between them, -1 to 1; 1 where they are equal (also both zero), 0 where one is zero.
-        snr_db: 20 log10(|x| / |y - x|), decibels; inf where they are equal, -inf where only x is zero.
-    NaN or Inf in either gives NaN in all five. Raises ValueError for shapes that differ.
+        max: maximum of |y - x|.
+        relative: |y - x| / |x|, L2 norms; 0 if equal, inf if only x is zero.
+        cosine: cosine similarity, -1 to 1; 1 if equal (both zero included), 0 if one is zero.
+        snr_db: signal-to-noise ratio 20 log10(|x| / |y - x|) in decibels; inf if equal, -inf if only x is zero.
+    All five are NaN if x or y has NaN or Inf. Raises ValueError for different shapes.
     """
     a, b = _pair("error", x, y)
     a_norm, b_norm, norm = a.norm().item(), b.norm().item(), (b - a).norm().item()
@@ -71,16 +71,17 @@ def error(x: Tensor, y: Tensor) -> Error:
 def attention_error(
     q: Tensor, k: Tensor, v: Tensor, k_near: Tensor, v_near: Tensor, *, scale: float | None = None, causal: bool = False
 ) -> AttentionError:
-    """What attention makes of the errors of keys and values.
+    """Error of attention with approximate keys and values.
 
     Args:
         q: [B, Hq, Tq, Dk], Hq a multiple of H.
-        k, v: the true keys [B, H, N, Dk] and values [B, H, N, Dv]; k_near, v_near: what a cache gives back.
-        scale: of the scores; 1 / sqrt(Dk) if None.
+        k, v: exact keys [B, H, N, Dk] and values [B, H, N, Dv].
+        k_near, v_near: approximate keys and values, such as those read from a cache.
+        scale: softmax scale. Default: 1 / sqrt(Dk).
         causal: query i sees keys up to N - Tq + i.
 
-    Returns kl, the mean over queries of KL(softmax of true scores || softmax of near ones) in nats, kl_max, its
-    largest, and output, the `Error` of softmax @ v. Raises ValueError for shapes that do not fit.
+    Returns an `AttentionError`: kl, the mean over queries of KL(exact softmax || approximate softmax) in nats; kl_max,
+    its maximum; output, the `Error` of softmax @ v. Raises ValueError for inconsistent shapes.
     """
     k, k_near = _pair("attention_error: k", k, k_near)
     v, v_near = _pair("attention_error: v", v, v_near)
@@ -106,14 +107,14 @@ def attention_error(
     logs, out = attend(k, v)
     near, out_near = attend(k_near, v_near)
     p = logs.exp()
-    kl = torch.where(p > 0, p * (logs - near), 0.0).sum(-1).clamp_min(0)  # rounding alone can make it negative
+    kl = torch.where(p > 0, p * (logs - near), 0.0).sum(-1).clamp_min(0)  # negative only by rounding
     return AttentionError(kl.mean().item(), kl.max().item(), error(out, out_near))
 
 
 def error_histogram(x: Tensor, y: Tensor, bins: int = 64) -> Histogram:
-    """Distribution of y - x over `bins` equal bins, symmetric about 0.
+    """Histogram of y - x with `bins` equal bins, symmetric about 0.
 
-    Raises ValueError for shapes that differ, NaN or Inf.
+    Raises ValueError for different shapes, NaN or Inf.
     """
     a, b = _pair("error_histogram", x, y)
     difference = (b - a).flatten()
@@ -126,9 +127,10 @@ def error_histogram(x: Tensor, y: Tensor, bins: int = 64) -> Histogram:
 
 
 def code_histogram(tensor: QuantizedTensor) -> Histogram:
-    """How often each code is used: counts int64 [2^bits] by stored code, edges at code - 1/2 and code + 1/2.
+    """Histogram of the stored codes: counts int64 [2^bits], edges at code - 1/2 and code + 1/2.
 
-    Codes of symmetric integers are stored plus 2^(bits-1), of asymmetric ones from 0; FP8 and FP4 as their bits.
+    Codes of symmetric integers are offset by 2^(bits-1); codes of asymmetric integers start at 0; FP8 and FP4 codes are
+    their bit patterns.
     """
     n = 1 << tensor.grain.bits
     counts = torch.bincount(tensor.unpacked().flatten().long(), minlength=n)

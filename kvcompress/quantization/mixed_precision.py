@@ -1,4 +1,4 @@
-"""Which format where: K and V apart, by position in the sequence, by layer."""
+"""Mixed precision: formats for K and V, by position in the sequence, and by layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STEP_UP = {2: "int4", 4: "int8"}
 
 
 def pair(text: Any, what: str) -> Pair:
-    """("int8", "int4") from "int8/int4" or from such a pair; ("int8", "int8") from "int8"."""
+    """("int8", "int4") from "int8/int4" or from that pair; ("int8", "int8") from "int8"."""
     parts = text.split("/") if isinstance(text, str) else text
     if isinstance(parts, Sequence) and 1 <= len(parts) <= 2 and all(isinstance(part, str) for part in parts):
         return parts[0], parts[-1]
@@ -24,7 +24,7 @@ def _number(text: str) -> float:
 
 
 def read_spans(text: str) -> list[tuple[float, float | None, str]]:
-    """[(0, 0.2, "int8"), (0.2, None, "int4/int2")] from "int8@0.2,int4/int2": formats and where they end."""
+    """[(0, 0.2, "int8"), (0.2, None, "int4/int2")] from "int8@0.2,int4/int2": formats with their ends."""
     rows: list[tuple[float, float | None, str]] = []
     at: float = 0
     for part in text.split(","):
@@ -32,13 +32,13 @@ def read_spans(text: str) -> list[tuple[float, float | None, str]]:
         try:
             rows.append((at, _number(end) if given else None, names))
         except ValueError:
-            raise ValueError(f"spans: expected FORMAT@END,.. as int8@0.2,int4, got {text!r}") from None
+            raise ValueError(f"spans: expected FORMAT@END,.. such as int8@0.2,int4, got {text!r}") from None
         at = rows[-1][1] or 0
     return rows
 
 
 def write_spans(spans: Any) -> str:
-    """The text that `read_spans` reads."""
+    """The inverse of `read_spans`."""
     return ",".join(
         "/".join(dict.fromkeys(pair(names, "spans"))) + ("" if end is None else f"@{end}") for _, end, names in spans
     )
@@ -51,27 +51,27 @@ def read_layers(text: str) -> dict[int, str]:
         layer, equals, names = part.partition("=")
         if not equals or not layer.lstrip("-").isdecimal() or int(layer) in found:
             raise ValueError(
-                f"per_layer: expected LAYER=FORMAT,.. with each layer once, as 0=int8,-1=int8, got {text!r}"
+                f"per_layer: expected LAYER=FORMAT,.. with each layer once, such as 0=int8,-1=int8, got {text!r}"
             )
         found[int(layer)] = names
     return found
 
 
 def write_layers(layers: Mapping[int, Any]) -> str:
-    """The text that `read_layers` reads."""
+    """The inverse of `read_layers`."""
     return ",".join(f"{i}={'/'.join(dict.fromkeys(pair(names, 'per_layer')))}" for i, names in sorted(layers.items()))
 
 
 class Spans:
     """Formats by position: [(start, end, format), ...], from 0 on without gaps.
 
-    start, end: tokens of a row (pads do not count) if all are integers, else fractions of `tokens`; the last end may be
-        None. Tokens behind the last end get the layer's own format. The page that a boundary cuts goes with its first
-        token.
-    format: "int8" or K/V as "int8/int4".
-    tokens: length that the fractions are of; the first call's length (the prompt) if None.
+    Args:
+        start, end: token positions in a row (padding not counted) if all are integers, else fractions of `tokens`. The
+            last end may be None. Later tokens get the layer's format. A page takes the format of its first token.
+        format: "int8", or formats of K and V, "int8/int4".
+        tokens: length that fractions refer to. Default: length of the first call (the prompt).
 
-    Raises ValueError for gaps, overlaps, fractions outside 0 to 1.
+    Raises ValueError for gaps, overlaps, and fractions outside of 0 to 1.
     """
 
     def __init__(self, spans: Any, tokens: int | None = None) -> None:
@@ -89,7 +89,7 @@ class Spans:
             end = float("inf") if end is None else end
             numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (start, end))
             if not numbers or start != at or not end > start:
-                raise ValueError(f"spans: expected a span from {at:g} to a larger end, got {row!r}; leave no gaps")
+                raise ValueError(f"spans: expected a span from {at:g} to a larger end, got {row!r}")
             self.rows.append((end, pair(names, "spans")))
             at = end
         bounds = [end for end, _ in self.rows if end != float("inf")]
@@ -98,11 +98,11 @@ class Spans:
             raise ValueError(f"spans: expected fractions from 0 to 1, or integers (tokens), got {bounds}")
 
     def formats(self) -> list[Pair]:
-        """All pairs of formats in it."""
+        """All (K, V) formats of the spans."""
         return [names for _, names in self.rows]
 
     def resolve(self, first_call: int) -> list[tuple[int, Pair]]:
-        """[(end in tokens, formats)] when the first call brings `first_call` tokens; ends ascend."""
+        """[(end in tokens, formats)] for a first call of `first_call` tokens, in ascending order."""
         whole = (self.tokens or first_call) if self.fractions else 1
         found: list[tuple[int, Pair]] = []
         for end, names in self.rows:
@@ -113,10 +113,10 @@ class Spans:
 
 
 def by_layer(overrides: Any, layers: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """{layer: arguments of PagedKV} from {layer: format | K/V formats | dict}; `layers`: the paged ones, negative
+    """{layer: arguments of PagedKV} from {layer: format | K/V formats | dict}. layers: the paged layers; negative
     numbers count from the last of them.
 
-    Raises ValueError for a layer that is not paged, named twice, or an argument that is none.
+    Raises ValueError for layers that are not paged or given twice, and for unknown arguments.
     """
     if not isinstance(overrides, Mapping):
         raise TypeError(f"per_layer: expected a dict {{layer: format}}, got {type(overrides).__name__}")
@@ -138,7 +138,7 @@ def by_layer(overrides: Any, layers: Sequence[int]) -> dict[int, dict[str, Any]]
 
 
 def _changed(options: Mapping[str, Any], change: Callable[[Pair], Pair]) -> dict[str, Any]:
-    """The arguments of PagedKV with all formats changed, those of spans too."""
+    """The arguments of PagedKV with `change` applied to all formats, including spans."""
     key, value = change((options["key"], options["value"]))
     spans = options.get("spans")
     if spans is not None:
@@ -148,8 +148,8 @@ def _changed(options: Mapping[str, Any], change: Callable[[Pair], Pair]) -> dict
 
 
 def guard_rails(options: Mapping[str, Any], up: bool) -> dict[str, Any]:
-    """The arguments of PagedKV under `guard=True`: K in at least the bits of V everywhere (ValueError else), and with
-    `up` formats of 4 bits and below a step up."""
+    """The arguments of PagedKV with `guard=True`: raises ValueError if K has fewer bits than V; with `up`, formats of 4
+    bits and below are replaced by the next larger one."""
 
     def guarded(names: Pair) -> Pair:
         key, value = names
@@ -165,6 +165,6 @@ def guard_rails(options: Mapping[str, Any], up: bool) -> dict[str, Any]:
 
 
 def rope_part(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of PagedKV for latent attention (MLA): what it caches as V is the rotated part of K, few dims that
-    every head uses, so it gets 8 bits at least."""
+    """The arguments of PagedKV for latent attention (MLA), where V is the rotary part of K: few dims that all heads
+    use, so it gets at least 8 bits."""
     return _changed(options, lambda names: (names[0], names[1] if formats.bits(names[1]) >= 8 else "int8"))

@@ -1,4 +1,4 @@
-"""Blocks of other engines into our pages."""
+"""Conversion of other engines' quantized blocks to pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5
 
 
 def _codes(name: str, blocks: Tensor, format: str | None) -> tuple[Tensor, str]:
-    """The blocks as [1, H, tokens, D] uint8 codes of a page format, and its name."""
+    """(uint8 codes [1, H, tokens, D] of a page format, its name)."""
     if not isinstance(blocks, Tensor):
         raise TypeError(f"pack_pages: {name}: expected a torch tensor, got {type(blocks).__name__}")
     own = _FORMATS.get(blocks.dtype)
@@ -21,8 +21,8 @@ def _codes(name: str, blocks: Tensor, format: str | None) -> tuple[Tensor, str]:
     storage = blocks.dtype == torch.uint8 if own is None else own == format
     if format is None or format not in _FORMATS.values() or not storage:
         raise TypeError(
-            f"pack_pages: {name}: expected int8, float8_e4m3fn or float8_e5m2 blocks, or uint8 ones with their format, "
-            f"got {blocks.dtype} and {format}"
+            f"pack_pages: {name}: expected int8, float8_e4m3fn or float8_e5m2 blocks, or uint8 blocks and their "
+            f"format, got {blocks.dtype} and {format}"
         )
     if blocks.dim() != 4 or blocks.numel() == 0:
         raise ValueError(
@@ -50,8 +50,8 @@ def _scales(name: str, scale: Any, blocks: Tensor) -> Tensor:
     if not near.all():
         worst = given[~near].flatten()[0].item()
         raise ValueError(
-            f"pack_pages: {name}: expected scales of at least 0 that float16 holds to 2^-11, got {worst:g}; scales of "
-            "less than 2^-14 or more than 65504 want codes of another scale"
+            f"pack_pages: {name}: expected scales of at least 0 that float16 represents to 2^-11, got {worst:g}; "
+            "requantize with scales from 2^-14 to 65504"
         )
     return wide.half().flatten(0, 1).transpose(0, 1).unsqueeze(0).contiguous()
 
@@ -66,20 +66,20 @@ def pack_pages(
     value: str | None = None,
     page_size: int | None = None,
 ) -> Tensor:
-    """Packs blocks that another engine quantized (vLLM's layout) into pages, without requantizing.
+    """Packs quantized blocks of another engine (vLLM's layout) into pages, without requantization.
 
     Args:
-        k_blocks, v_blocks: [num_blocks, block_size, H, D], in the order of the tokens: int8, float8_e4m3fn or
-            float8_e5m2, or uint8 with the format named.
-        k_scale, v_scale: value = code * scale; a number (per tensor) or what broadcasts to [num_blocks, block_size, H]:
-            [H] per head, [num_blocks, 1, 1] per block, [num_blocks, block_size, 1] per token, all three per token and
-            head. Codes are copied as they are; a scale that float16 does not hold exactly is rounded to it (2^-11).
-            Without v_scale, k_scale is a tuple of both.
-        key, value: "int8", "fp8_e4m3" or "fp8_e5m2", for uint8 blocks.
-        page_size: tokens of a page, a multiple of 16 up to 256; block_size if None, so that a block becomes a page.
+        k_blocks, v_blocks: [num_blocks, block_size, H, D], in token order: int8, float8_e4m3fn or float8_e5m2, or uint8
+            with `key` and `value`.
+        k_scale, v_scale: value = code * scale; a number (per tensor), or a tensor that broadcasts to [num_blocks,
+            block_size, H]: [H] per head, [num_blocks, 1, 1] per block, [num_blocks, block_size, 1] per token, or all
+            three dims. Codes are copied unchanged; scales are rounded to float16 (relative error up to 2^-11). Without
+            v_scale, k_scale is a tuple of both.
+        key, value: formats of uint8 blocks: "int8", "fp8_e4m3" or "fp8_e5m2".
+        page_size: tokens per page, a multiple of 16 up to 256. Default: block_size, so that each block becomes a page.
 
-    Returns uint8 [1, num_blocks * block_size / page_size, H, page bytes], what `ops.pack` gives for one sequence.
-    Raises ValueError for shapes or scales that do not fit and for codes that are NaN or Inf; TypeError for a dtype.
+    Returns uint8 [1, num_blocks * block_size / page_size, H, page bytes], as `ops.pack` for one sequence. Raises
+    ValueError for wrong shapes or scales and for codes that are NaN or Inf; TypeError for unsupported dtypes.
     """
     if v_scale is None:
         if not isinstance(k_scale, tuple) or len(k_scale) != 2:

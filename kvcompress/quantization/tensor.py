@@ -1,4 +1,4 @@
-"""Quantized tensors by themselves, without pages: for analysis, and for other engines."""
+"""Quantized tensors without pages, for analysis and for use in other engines."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _KIND, _VERSION = "kvcompress.QuantizedTensor", "1"
 
 
 def _canonical(shape: torch.Size | tuple[int, ...]) -> tuple[int, int, int, int]:
-    """[..., D] as [B, H, T, D]: ones in front, or leading dimensions joined."""
+    """[..., D] as [B, H, T, D]: with leading ones, or with the leading dimensions flattened."""
     full = (1, 1, 1, *shape) if len(shape) < 4 else tuple(shape)
     return math.prod(full[:-3]), full[-3], full[-2], full[-1]
 
 
 def _given(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
-    """float32 of `shape`; empty for None."""
+    """`value` as float32 of `shape`; an empty tensor for None."""
     if value is None:
         return _NONE
     given = checks.as_tensor(value, torch.float32)
@@ -47,24 +47,25 @@ def quantize(
     zero: Any = None,
     tensor_scale: Any = None,
 ) -> QuantizedTensor:
-    """Quantizes x; `.dequantize()` gives it back.
+    """Quantizes x to a `QuantizedTensor`; its `dequantize()` returns the values.
 
     Args:
-        x: [..., D] float32, float16 or bfloat16, read as [B, H, T, D]: missing dimensions are 1, more than four join
-            in B.
+        x: [..., D] float32, float16 or bfloat16, read as [B, H, T, D]: missing dimensions are 1, and of more than four
+            the leading ones are flattened into B.
         format: a scheme (`int8`, `int8_asym`, `int4_sym`, `int4_asym`, `int3_sym`, `int3_asym`, `int2_sym`,
             `int2_asym`, `fp8_e4m3`, `fp8_e5m2`, `nvfp4`, `mxfp4`), or a page format (`int4`, `int2`, `int4_token`,
             `int4_g32`, `kivi4`, `kivi2`) at the granularity of its rows. A value is level * scale (+ zero).
-        granularity: what shares a scale: `tensor`; `head` (of all sequences); `token` (its heads together);
-            `token_head` (a row; the default); `channel` (a dim of a head, over sequences and tokens); `group:N` (N dims
-            of a row); `block` (`group:16` for nvfp4, else `group:32`).
-        packing: how 4- and 2-bit codes share a byte: `planes` (byte j holds dims j, D/n + j, .., lowest bits first),
-            or n neighbours with the first in the lowest bits (`low_first`) or the highest (`high_first`).
-        scale, zero: instead of those of x (static quantization): numbers, or tensors that broadcast to the scales'
-            shape [B or 1, H or 1, T or 1, scales of a row]. Rounded to what is stored. `zero` is the value of code 0.
-        tensor_scale: of nvfp4: a second-level fp32 scale, 2^-100 to 2^117, or True for absmax / (6 * 448).
+        granularity: the elements that share a scale: `tensor`; `head` (over all sequences); `token` (over its heads);
+            `token_head` (one row; the default); `channel` (one dim of a head, over sequences and tokens); `group:N` (N
+            dims of a row); `block` (`group:16` for nvfp4, else `group:32`).
+        packing: order of 4- and 2-bit codes in a byte: `planes` (byte j holds dims j, D/n + j, .., lowest bits first),
+            or n adjacent dims, the first in the lowest bits (`low_first`) or the highest (`high_first`).
+        scale, zero: given scales and zero points (static quantization) instead of those computed from x: numbers, or
+            tensors that broadcast to [B or 1, H or 1, T or 1, scales per row]. Rounded to the dtype they are stored in.
+            `zero` is the value of code 0.
+        tensor_scale: second-level fp32 scale of nvfp4, 2^-100 to 2^117; True: absmax / (6 * 448).
 
-    Raises ValueError for NaN or Inf in x, an unknown name, a D that does not fit; TypeError for another dtype.
+    Raises ValueError for NaN or Inf in x, an unknown name, an unsupported D; TypeError for an unsupported dtype.
     Sources: integers arXiv 1712.05877, FP8 2209.05433, KIVI 2402.02750, OCP MX 1.0; docs/ops.md for the arithmetic.
     """
     grain = schemes.grain(format, granularity, packing)
@@ -79,14 +80,14 @@ def quantize(
     if grain.scheme in schemes.ROTATED:
         if not (scale is None and zero is None and tensor_scale is None):
             raise ValueError(
-                f"quantize: {format}: expected no scale, zero or tensor_scale: its gain is fitted, got one"
+                f"quantize: {format}: expected no scale, zero or tensor_scale, which this format fits itself, got one"
             )
         codes, scales = ops.quantize(x4, grain.scheme)
         return QuantizedTensor(grain, x.shape, x.dtype, codes, scales.unsqueeze(3))
     shape = grain.scale_shape(*x4.shape)
     if tensor_scale is not None and grain.scheme != "nvfp4":
-        raise ValueError(f"quantize: {format}: tensor_scale: expected None, got one; only nvfp4 has a second level")
-    if tensor_scale is True:  # NaN and Inf are for the op to report
+        raise ValueError(f"quantize: {format}: tensor_scale: expected None, got one; only nvfp4 has a tensor scale")
+    if tensor_scale is True:  # the op reports NaN and Inf
         tensor_scale = (x4.abs().amax().float() / (6 * 448)).nan_to_num(1.0, 1.0).clamp_min(2.0**-100)
     factor = _given("tensor_scale", tensor_scale, (1,))
     given = _given("scale", scale, shape), _given("zero", zero, shape)
@@ -101,16 +102,17 @@ def _planes(codes: Tensor, bits: int) -> Tensor:
 
 
 class QuantizedTensor:
-    """Codes and scales of one tensor, made by `kvcompress.quantize`; does not change.
+    """Codes and scales of one tensor, created by `kvcompress.quantize`. Immutable.
 
     Attributes:
         grain: scheme, granularity, group, packing (`kvcompress.schemes.Grain`).
-        shape: of the tensor that was quantized, [..., D].
-        dtype: that `dequantize` gives.
+        shape: shape of the original tensor, [..., D].
+        dtype: default dtype of `dequantize`.
         codes: uint8 [B, H, T, D * bits / 8].
-        scales: float16 [B or 1, H or 1, T or 1, scales of a row], or uint8 bits of e4m3 (nvfp4) or e8m0 (mxfp4).
+        scales: float16 [B or 1, H or 1, T or 1, scales per row], or uint8 with the bits of e4m3 (nvfp4) or e8m0
+            (mxfp4).
         zeros: float16 of the same shape, the value of code 0; None for a symmetric scheme.
-        tensor_scale: float32 [1], nvfp4's second level, or None.
+        tensor_scale: float32 [1], the second-level scale of nvfp4; None for others.
     """
 
     def __init__(
@@ -134,25 +136,26 @@ class QuantizedTensor:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of each part: codes, scales, and zeros, tensor_scale where there are any."""
+        """Size in bytes of codes and scales, and of zeros and tensor_scale if present."""
         return {name: tensor.numel() * tensor.element_size() for name, tensor in self._tensors().items()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Total size in bytes."""
         return sum(self.parts.values())
 
     @property
     def effective_bits(self) -> float:
-        """Bits an element, scales and zero points counted."""
+        """Bits per element, scales and zero points included."""
         return 8 * self.nbytes / self.shape.numel()
 
     # ------------------------------------------------------------------ values
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, of `shape`, in `dtype` (self.dtype if None); beyond the dtype's largest number, that number.
+        """The values, a tensor of `shape` and `dtype` (default: self.dtype), clamped to the range of the dtype.
 
-        Raises ValueError where the parts are not on the CPU; TypeError for a dtype that is none of the three.
+        Raises ValueError unless the tensors are on the CPU; TypeError for a dtype other than float32, float16 and
+        bfloat16.
         """
         dtype = self._dtype(self.dtype if dtype is None else dtype)
         if self.grain.scheme in schemes.ROTATED:
@@ -164,7 +167,7 @@ class QuantizedTensor:
         return values.clamp(-most, most).to(dtype).reshape(self.shape)
 
     def unpacked(self) -> Tensor:
-        """Codes one a byte: uint8 [B, H, T, D]. Symmetric integers are stored plus 2^(bits-1)."""
+        """Unpacked codes, one per byte: uint8 [B, H, T, D]. Symmetric integers are offset by 2^(bits-1)."""
         bits, codes = self.grain.bits, self.codes
         if bits == 8:
             return codes
@@ -189,18 +192,18 @@ class QuantizedTensor:
     def to(
         self, dtype: torch.dtype | torch.device | str | None = None, device: torch.device | str | None = None
     ) -> QuantizedTensor:
-        """The same codes with another dtype to dequantize to, or with all parts on another device, which may come first
-        as in `Tensor.to`. TypeError for a dtype other than float32, float16, bfloat16."""
+        """A copy with another dtype to dequantize to, or on another device; arguments as of `Tensor.to`. Raises
+        TypeError for a dtype other than float32, float16, bfloat16."""
         if isinstance(dtype, (torch.device, str)):
             dtype, device = None, dtype
         moved = self._tensors() if device is None else {name: x.to(device) for name, x in self._tensors().items()}
         return self._with(dtype=self.dtype if dtype is None else self._dtype(dtype), **moved)
 
     def tokens(self, start: int, stop: int) -> QuantizedTensor:
-        """Tokens [start, stop) of the dimension before the last: views of codes, and of scales where each token has its
-        own. `effective_bits` of a part counts shared scales whole.
+        """Tokens [start, stop) of the second to last dimension, as views of codes and of scales (if each token has its
+        own). `effective_bits` of the slice includes all shared scales.
 
-        Raises ValueError unless 0 <= start < stop <= T and x had a token dimension.
+        Raises ValueError unless 0 <= start < stop <= T and the original tensor had a token dimension.
         """
         T = self.codes.shape[2]
         if len(self.shape) < 2 or not 0 <= start < stop <= T:
@@ -215,7 +218,7 @@ class QuantizedTensor:
     # ------------------------------------------------------------------ files
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one safetensors file that `QuantizedTensor.load` reads; whole or not at all. Raises OSError."""
+        """Writes a safetensors file for `QuantizedTensor.load`, atomically. Raises OSError."""
         from safetensors.torch import save
 
         about = {"kind": _KIND, "version": _VERSION, "dtype": str(self.dtype).removeprefix("torch."),
@@ -226,7 +229,7 @@ class QuantizedTensor:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> QuantizedTensor:
-        """Reads what `save` wrote. Raises OSError if it cannot be read, ValueError if it is not such a file."""
+        """Loads a file that `save` wrote. Raises OSError if it cannot be read, ValueError if it is invalid."""
 
         def refuse(got: str) -> ValueError:
             return ValueError(f"QuantizedTensor.load: {path}: expected a file that save() wrote, got {got}")
@@ -234,11 +237,11 @@ class QuantizedTensor:
         with files.safetensors(checks.path("QuantizedTensor: load", path), refuse) as file:
             about = file.metadata() or {}
             if len(file.keys()) > 4:
-                raise refuse(f"{len(file.keys())} parts")
-            # Copies, so that nobody changes or cuts short what has passed.
+                raise refuse(f"{len(file.keys())} tensors")
+            # Copies: the file may be changed or truncated after these checks.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         if about.get("kind") != _KIND:
-            raise refuse("a safetensors file of something else")
+            raise refuse("a safetensors file without a quantized tensor")
         if about.get("version") != _VERSION:
             raise refuse(f"version {about.get('version')}; this kvcompress reads version {_VERSION}")
         try:
@@ -249,8 +252,8 @@ class QuantizedTensor:
                 raise ValueError(f"shape {shape}")
         except (KeyError, ValueError, TypeError) as error:
             raise refuse(f"damaged metadata ({error})") from None
-        if about.get("checksum", known := _checksum(tensors)) != known:  # other writers need not know it
-            raise refuse("a damaged one (its checksum does not fit)")
+        if about.get("checksum", known := _checksum(tensors)) != known:  # optional: other writers may omit it
+            raise refuse("a damaged file (wrong checksum)")
         return cls(grain, shape, dtype, **_checked(grain, shape, tensors, refuse))
 
     def __repr__(self) -> str:
@@ -272,7 +275,7 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
 def _checked(
     grain: schemes.Grain, shape: tuple[int, ...], tensors: dict[str, Tensor], refuse: Any
 ) -> dict[str, Tensor]:
-    """The parts, if they are those of such a tensor."""
+    """The tensors, checked against shapes and dtypes that the metadata implies."""
     B, H, T, D = _canonical(shape)
     scales = grain.scale_shape(B, H, T, D), torch.uint8 if grain.block_scale else torch.float16
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -285,7 +288,7 @@ def _checked(
         expected["tensor_scale"] = (1,), torch.float32
     got = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
     if got != expected:
-        raise refuse(f"parts {got} where its metadata says {expected}")
+        raise refuse(f"tensors {got} where its metadata says {expected}")
     if not all(x.isfinite().all() for x in tensors.values() if x.dtype != torch.uint8):
         raise refuse("scales that are not finite")
     return tensors

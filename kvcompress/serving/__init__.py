@@ -1,2 +1,2 @@
-"""Many sequences and many prompts: caches side by side in one forward pass (`batch`), prompts that begin alike
-(`prefix`, `prefix_offload`), a prefix compressed once for all questions (`kvzip`)."""
+"""Several sequences and prompts: continuous batching (`batch`), prefix caching (`prefix`, `prefix_offload`), prefixes
+compressed for reuse (`kvzip`)."""

@@ -1,8 +1,8 @@
-"""Batch: several sequences, each with a KVCache of its own, in one forward pass. What continuous batching is made of.
+"""Batch: one forward pass over several sequences, each with a KVCache of its own, for continuous batching.
 
-The tokens of all sequences lie side by side in one row, without padding: projections and MLPs see N tokens, attention
-goes sequence by sequence. Those that bring one token are one call of the op, over pages of rows of any length; the
-tables of the sequences are put together for that call, their pages stay where they are.
+The tokens of all sequences are concatenated in one row, without padding. Projections and MLPs process N tokens;
+attention runs per sequence. All sequences with one new token share a single call of the op: their block tables are
+joined for it, their pages are not copied.
 """
 
 from __future__ import annotations
@@ -28,31 +28,34 @@ from ..store.sequence import slots_of
 class Batch(
     checks.ProcessBound,
     Cache,
-    instead="make a new one for each pass, over copies (copy.deepcopy) of its caches if need be",
+    instead="create a new Batch for each pass; copy its caches with copy.deepcopy if needed",
 ):
-    """A forward pass over sequences that have KVCaches of their own; made anew for each pass.
+    """A forward pass over several sequences with a KVCache each. Create a new one for each pass.
 
-        step = kvcompress.Batch([a, b, c], [1, 1, 40])       # two decode, one reads 40 tokens of its prompt
+        step = kvcompress.Batch([a, b, c], [1, 1, 40])       # two decode, one prefills 40 tokens
         logits = model(ids, position_ids=step.positions, past_key_values=step, logits_to_keep=step.last).logits
 
-    Shapes: N = sum(counts). ids: int64 [1, N], the sequences' new tokens one after another. logits: [1, len(caches),
-    vocab], of the last token of each. Sequences may join, leave, crop, fork and be suspended between passes.
+    Shapes: N = sum(counts). ids: int64 [1, N], the new tokens of all sequences, concatenated. logits: [1, len(caches),
+    vocab], of the last token of each sequence. Between passes sequences may join, leave, and be cropped, copied or
+    suspended.
 
     Args:
-        caches: KVCaches (no two the same) of the model, over one pool, batch 1, with layers of full attention.
-        counts: new tokens of each, at least 1; 1 each if None.
+        caches: different KVCaches of the model with one pool, batch size 1 and full-attention layers only.
+        counts: number of new tokens of each sequence, at least 1. Default: 1 each.
 
-    Attributes: positions int64 [1, N], the RoPE positions of the new tokens, on the CPU; last int64 [len(caches)], the
-    index of each sequence's last token; counts.
+    Attributes:
+        positions: int64 [1, N], RoPE positions of the new tokens, on the CPU.
+        last: int64 [len(caches)], index of the last token of each sequence.
+        counts: list of int.
+        failed: after an error, the index of the sequence whose tokens could not be stored, or None if the whole pass
+            failed. Leave that sequence out and repeat the pass.
 
-    Raises TypeError or ValueError for wrong arguments, ValueError in the pass under another attention than
-    "kvcompress". A pass that fails (MemoryError where the pool is full) leaves all caches as they were before it, to
-    the byte; once all have their tokens an eviction may still fail, as in a cache alone: they stay. `failed` is then
-    the index of the sequence whose tokens could not be stored, None if it was the pass of all: leave it out, and the
-    others go on.
+    Raises TypeError or ValueError for invalid arguments; in the pass, ValueError if the attention is not "kvcompress",
+    MemoryError if the pool is full. A pass that fails restores all caches to their state before it. An eviction after
+    the pass may fail too, as in a single cache; the tokens then stay stored.
     """
 
-    calibration = True  # maybe of one of its caches: `check_weights` asks each
+    calibration = True  # one of its caches may have one: `check_weights` checks each
 
     def __init__(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:
         self.caches: list[KVCache] = checks.listed("Batch: caches", caches, "KVCaches")
@@ -74,19 +77,19 @@ class Batch(
             [torch.arange(b, b + n, device="cpu") for b, n in zip(self.bases, self.counts, strict=True)]
         )[None]
         self.failed: int | None = None
-        super().__init__(layers=[])  # none that would refer to this: what is over must be free at once
+        super().__init__(layers=[])  # layers would refer to this object: a cycle that delays freeing memory
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[LazyKV, LazyKV]:
-        """Takes k [1, H, N, Dk] and v [1, H, N, Dv]; returns LazyKV for the attention function."""
+        """Takes k [1, H, N, Dk] and v [1, H, N, Dv]; returns a LazyKV for the attention function."""
         if not self.caches[0].forward_pass.fused:
-            raise ValueError("Batch: expected the attention of kvcompress, got another: kvcompress.enable(model)")
+            raise ValueError("Batch: expected kvcompress attention, got another; call kvcompress.enable(model)")
         for name, x in (("k", key_states), ("v", value_states)):
             if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != sum(self.counts):
                 raise ValueError(
-                    f"Batch: {name}: expected [1, H, {sum(self.counts)}, D], the tokens of all sequences one after "
-                    f"another, got {list(x.shape)}"
+                    f"Batch: {name}: expected [1, H, {sum(self.counts)}, D], the concatenated tokens of all sequences, "
+                    f"got {list(x.shape)}"
                 )
         block: Any = _Block(_Rows(self, layer_idx), key_states, value_states)
         return lazy_pair(block)
@@ -101,12 +104,12 @@ class Batch(
         return query_length, 0
 
     def rollback(self, base: int = 0) -> None:
-        """A failure in the pass: its caches forget it. (The name and argument that the attention function calls.)"""
+        """Restores all caches after an error in the pass. (Name and argument are those of `ForwardPass.rollback`.)"""
         for cache, seen in zip(self.caches, self.bases, strict=True):
             cache.forward_pass.rollback(seen)
 
     def check_weights(self, module: torch.nn.Module) -> None:
-        """Of all of its caches; see `ForwardPass.check_weights`."""
+        """`ForwardPass.check_weights` of all caches."""
         for cache in self.caches:
             cache.forward_pass.check_weights(module)
 
@@ -116,29 +119,31 @@ def _check(i: int, cache: Any, first: KVCache) -> None:
         raise TypeError(f"Batch: caches[{i}]: expected KVCaches, got {type(cache).__name__}")
     cache.forward_pass.check_there()
     if cache.pool is not first.pool or cache.forward_pass.config is not first.forward_pass.config:
-        raise ValueError(f"Batch: caches[{i}]: expected one of one model over one pool (KVCache(pool=)), got another")
+        raise ValueError(
+            f"Batch: caches[{i}]: expected the same model and pool as caches[0], got another; see KVCache(pool=)"
+        )
     for index, layer in enumerate(cache.layers):
         if type(layer) is not PagedLayer:
             raise ValueError(
                 f"Batch: caches[{i}]: expected full-attention layers, got {type(layer).__name__} at {index}"
             )
         if layer.is_initialized and (layer.commit() or layer.store.batch) != 1:
-            raise ValueError(f"Batch: caches[{i}]: expected one sequence, got one of {layer.store.batch}")
+            raise ValueError(f"Batch: caches[{i}]: expected a cache of one sequence, got {layer.store.batch}")
 
 
 class _Block:
-    """The new K/V of all sequences in one layer; what the attention function takes a `paged.Block` for."""
+    """The new K/V of all sequences in one layer, with the interface of `hf.layer.Block`."""
 
     base = start = 0
     stamp = -1
-    there = None
+    not_evicted = None
 
     def __init__(self, layer: _Rows, k: Tensor, v: Tensor) -> None:
         self.layer, self.k, self.v = layer, k, v
         layer.staged = self
 
     def dense_pair(self, own: Tensor | None = None) -> Any:
-        raise ValueError("Batch: expected plain causal attention over the pages, got what needs dense K and V")
+        raise ValueError("Batch: expected causal attention over the pages, got a call that needs dense K and V")
 
 
 class _Rows:
@@ -151,10 +156,10 @@ class _Rows:
         self.staged: _Block | None = None
 
     def flat_mask(self, mask: Tensor, base: int) -> Tensor:
-        raise ValueError("Batch: expected attention_mask=None (sequences are not padded), got a mask")
+        raise ValueError("Batch: expected attention_mask=None, since sequences are not padded, got a mask")
 
     def attend(self, block: _Block, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        """Stores what the block brings, and attends: query [1, Hq, N, Dk] -> out [1, N, Hq, Dv]."""
+        """Stores the block and attends: query [1, Hq, N, Dk] -> out [1, N, Hq, Dv]."""
         if mask is not None:
             self.flat_mask(mask, 0)
         self.staged = None
@@ -162,7 +167,7 @@ class _Rows:
         layers = [cache.layers[self.index] for cache in batch.caches]
         together: dict[Any, list[int]] = defaultdict(list)
         for i, (cache, layer, part) in enumerate(zip(batch.caches, layers, batch.parts, strict=True)):
-            batch.failed = i  # until its turn is over
+            batch.failed = i  # if anything below raises
             cache.forward_pass.begin(self.index, layer)
             own_k, own_v = k[:, :, part], v[:, :, part]
             layer.fit(own_k, own_v)
@@ -193,7 +198,7 @@ class _Rows:
 
 
 def _kind(store: PagedKV) -> Any:
-    """Stores of one kind can be rows of one table; a store that cannot be a row is a kind of its own."""
+    """Stores with equal kinds can be rows of one joined table. A store that cannot be joined has a unique kind."""
     if type(store) is not PagedKV or store.offload or store.device.type != "cpu" or not store.page_store.as_given:
         return id(store)
     return (
@@ -206,15 +211,15 @@ def attend_rows(
     stores: Sequence[PagedKV], q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int = 0,
     softcap: float = 0.0, s_aux: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One new token of each of n layers of batch 1 over one pool, in one call of the op.
+    """`PagedKV.attend` of n layers of batch 1 in one pool, with one new token each, in one call of the op.
 
-    q [n, Hq, 1, Dk], k [n, H, 1, Dk], v [n, H, 1, Dv] -> out [n, 1, Hq, Dv]; as `PagedKV.attend` of each.
+    q [n, Hq, 1, Dk], k [n, H, 1, Dk], v [n, H, 1, Dv] -> out [n, 1, Hq, Dv].
     """
     first, tables = stores[0], [store.page_store.table for store in stores]
     asked = [store.eviction is not None and store.eviction.wants_attention(1) for store in stores]
-    planned: list[tuple[Any, Any]] = []  # seals, and the pages that they are of
+    planned: list[tuple[Any, Any]] = []  # seals, and the raw pages to be sealed
     try:
-        for store in stores:  # those before one that fails are planned
+        for store in stores:  # if one fails, those before it are rolled back
             planned.append(store.page_store.plan(1, None))
         end = max(table.seen for table in tables)
         width = max(table.longest for table in tables) + 1 if any(asked) else 0
@@ -228,7 +233,7 @@ def attend_rows(
         for store, (_, held) in zip(stores, planned, strict=True):
             store.commit(held)
     except BaseException as error:
-        # A plan that failed has put itself back, but Ctrl-C may come right after one; what is stored stays stored.
+        # A plan that failed has rolled itself back, but Ctrl-C may come right after one. Committed tables keep theirs.
         for table in tables[: len(planned) + (not isinstance(error, Exception))]:
             table.rollback()
         raise
@@ -240,7 +245,7 @@ def attend_rows(
 
 
 def _joined(tables: Sequence[Any], end: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(entries, rows, slots) of one table whose rows are those of `tables`, each ending before slot `end`."""
+    """(entries, rows, slots) of a joined table with the rows of `tables`, shifted so that each ends before `end`."""
     entries = [table.entries for table in tables]
     lines, columns = entries[0].shape[1], max(e.shape[2] for e in entries)
     joined = np.full((len(tables), lines, columns), -1, np.int64)

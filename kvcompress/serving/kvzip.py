@@ -1,4 +1,4 @@
-"""KVzip: a prefix is compressed once, for whatever will be asked about it (Kim et al., 2505.23416)."""
+"""KVzip: query-agnostic compression of a prefix for reuse (Kim et al., arXiv 2505.23416)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..layer_store import all_or_nothing
 from ..policies.base import check_budget
 
 _NAME = "kvcompress_repeating"
-_OVERLAP = 8  # tokens before a chunk that are said again, so that the model knows where to go on
+_OVERLAP = 8  # tokens before a chunk that are repeated, so that the model knows where to continue
 
 
 class _Repeat:
-    """A chunk that is being repeated: what its queries pay to the tokens that they repeat."""
+    """The repetition of one chunk: collects the attention of its queries to the tokens of the chunk."""
 
     def __init__(self, scores: dict[int, Tensor], seen: int, begin: int, end: int, sinks: int) -> None:
         self.scores, self.seen, self.begin, self.end = scores, seen, begin, end
@@ -31,8 +31,8 @@ class _Repeat:
         )
 
     def attended(self, layer: int, q: Tensor, k: Tensor, scale: float) -> None:
-        """q [B, Hq, T, D] of the repetition, k [B, H, seen + T, D]: softmax over sinks, chunk and repetition; of each
-        token of the chunk the most that any query of the group gives."""
+        """q [B, Hq, T, D] of the repetition, k [B, H, seen + T, D]: softmax over sinks, chunk and repetition, then for
+        each token of the chunk the maximum over the queries of its group."""
         B, H, T = q.shape[0], k.shape[1], q.shape[2]
         n = len(self.context)
         keys = torch.cat([k[:, :, self.context], k[:, :, self.seen :]], 2).float()
@@ -59,15 +59,16 @@ AttentionMaskInterface.register(_NAME, AttentionMaskInterface()["sdpa"])
 
 
 class KVzip:
-    """Keeps what a model needs to write a prefix down again, which is what any question about it needs.
+    """Compresses a prefix once, for any later question: keeps the tokens that the model needs to repeat the prefix.
 
-    A second pass over the prefix: the model is made to repeat it, chunk by chunk, against a dense copy of the cache; a
-    token scores the most attention that any query of the repetition gives it. The best of all layers and heads stay.
+    Runs a second pass in which the model repeats the prefix, chunk by chunk, with a dense copy of the cache. The score
+    of a token is the maximum attention it receives in this pass; the best tokens of all layers and heads are kept.
+    Source: Kim et al., arXiv 2505.23416.
 
     Args:
-        budget: share of the prefix's tokens that stays, over all layers and heads, or tokens a head on average.
-        prompt: ids of what asks for the repetition ("Repeat the previous context exactly:").
-        chunk: tokens that are repeated at a time.
+        budget: share of the prefix to keep, over all layers and heads (float), or mean number of tokens per head (int).
+        prompt: token ids of the request to repeat ("Repeat the previous context exactly:").
+        chunk: number of tokens to repeat at a time.
     """
 
     def __init__(self, budget: int | float = 0.3, prompt: Sequence[int] = (), *, chunk: int = 2048) -> None:
@@ -76,8 +77,8 @@ class KVzip:
 
     @torch.no_grad()
     def scores(self, model: PreTrainedModel, cache: KVCache, ids: Tensor) -> dict[int, Tensor]:
-        """float32 [B, H, seen] by layer: how much each token of the prefix ids [B, seen] is needed. ValueError for
-        layers with windows, for pads, for a cache that does not hold exactly ids, or that has lost some of them."""
+        """Scores of the tokens of the prefix ids [B, seen] by layer: float32 [B, H, seen]. Raises ValueError for
+        sliding-window layers, padding, or a cache that does not hold exactly the tokens of ids."""
         global _current
         layers: dict[int, Any] = {i: x for i, x in enumerate(cache.layers) if isinstance(x, PagedLayer)}
         seen = cache.get_seq_length()
@@ -92,7 +93,7 @@ class KVzip:
             or any(len(ids) != x.store.batch for x in layers.values())
         ):
             raise ValueError(
-                f"KVzip: expected a cache that holds the tokens of ids {list(ids.shape)}, all of them and no pads, in "
+                f"KVzip: expected a cache that holds exactly the tokens of ids {list(ids.shape)}, without padding, in "
                 f"full-attention layers, got {cache!r}"
             )
         found = {
@@ -116,9 +117,9 @@ class KVzip:
         return found
 
     def compress(self, model: PreTrainedModel, cache: KVCache, ids: Tensor) -> KVCache:
-        """Drops what the prefix ids [B, seen], all that `cache` holds, can do without; returns the cache. In all layers
-        or, on an error, in none: a pool with a limit has to have room for what stays next to what is there, else
-        MemoryError."""
+        """Evicts tokens of the prefix ids [B, seen], which must be all that `cache` holds; returns the cache. On an
+        error no layer changes. The kept tokens are copied before the old pages are freed: MemoryError if the pool's
+        limit has no room for both."""
         scores = self.scores(model, cache, ids)
         heads = sum(x.shape[1] for x in scores.values())
         seen = ids.shape[1]

@@ -1,4 +1,4 @@
-"""PrefixCache: prompts that begin alike share the pages of what they have in common, and its prefill."""
+"""PrefixCache: prompts with a common prefix share its pages and skip its prefill."""
 
 from __future__ import annotations
 
@@ -27,53 +27,54 @@ _VERSION = "kvcompress prefix 1"
 
 
 class _Shape(NamedTuple):
-    """What is known of the layers of a model with the caches of one kind, from the first commit on."""
+    """Shape of the layers of one kind of cache, known from the first commit on."""
 
-    dims: list[tuple[int, int, int, torch.dtype, torch.device]]  # of each layer as it stores it: H, Dk, Dv
+    dims: list[tuple[int, int, int, torch.dtype, torch.device]]  # of each layer: H, Dk, Dv as stored
     sinks: int
     page: int
 
     def chain(self) -> tuple[int, int, int, int]:
-        """Tokens and entries of the first link, of each later one."""
+        """(tokens of the first link, of later ones; entries of the first link, of later ones)."""
         n, first = len(self.dims), 2 if self.sinks else 1
         return self.sinks + self.page, self.page, first * n, n
 
     def lay(self, cache: KVCache, batch: int) -> None:
-        """The layers of an empty cache get this shape."""
+        """Initializes the layers of an empty cache with this shape."""
         for layer, (H, Dk, Dv, dtype, device) in zip(cache.layers, self.dims, strict=True):
             layer.fit(*(torch.empty(batch, H, 0, D, dtype=dtype, device=device) for D in (Dk, Dv)))
 
 
 class PrefixCache(
     checks.ProcessBound,
-    instead="threads share one; for another process save() caches of open(), load(..., pool=prefix.pool) and commit() "
-    "them",
+    instead="threads can share one; for another process, save() caches from open(), then load(..., pool=prefix.pool) "
+    "and commit() them there",
 ):
-    """Pages of prompts that were seen, for prompts that begin with the same tokens.
+    """Prefix cache (automatic prefix caching): reuses the pages of earlier prompts for prompts that begin with the same
+    tokens.
 
         prefix = kvcompress.PrefixCache(model.config, "int8", salt=tenant)
-        cache = prefix.open(input_ids)                       # holds the longest known prefix
+        cache = prefix.open(input_ids)                       # contains the longest known prefix
         out = model.generate(input_ids, past_key_values=cache)
-        prefix.commit(cache, out)                            # what the next turn begins with
+        prefix.commit(cache, out)                            # for the next turn
 
-    Only full, sealed pages are shared, and only between equals: the key is a chain of SHA-256 over the model's config,
-    the cache's options, the salt, extra keys, and the token ids; the tokens themselves are compared on a hit.
+    Only full, sealed pages are shared. The key is a SHA-256 hash chain over the model's config, the cache options, the
+    salt, extra keys and the token ids; on a hit the token ids are compared as well. Thread-safe.
 
     Args:
-        config: `model.config`; layers must all be of full attention.
-        args, options: of the KVCaches that it opens: formats, policy, page_size, ... Fractional `spans` want
+        config: `model.config`; all layers must use full attention.
+        args, options: arguments of the KVCaches: formats, policy, page_size, ... Fractional `spans` require
             `span_tokens`.
-        salt: who may share with whom. Give each tenant its own, and do not let callers choose it: how fast a prompt is
-            answered tells whether somebody with the same salt has sent it.
-        model: names the weights, where the config does not (a fine-tune in the same folder).
-        max_bytes: of pages that it holds; the least recently used go first. 0: no limit.
-        max_entries: pages of tokens, all layers together, that it holds. 0: no limit.
-        min_tokens: prefixes that are shorter are not kept.
-        pool: the `_C.Pool` of all of its caches; a new one if None.
-        tiers: where pages wait that max_bytes has no room for (`kvcompress.Tiers`), instead of being forgotten; they
-            come back when a prompt asks for them. A prefix that does not come back as it went is a miss.
+        salt: only callers with the same salt share pages. Use one per tenant, and do not let clients choose it:
+            response times reveal whether a prompt was sent before with the same salt.
+        model: identifies the weights if the config does not (such as a fine-tuned model in the same folder).
+        max_bytes: limit in bytes for the pages; the least recently used are evicted first. 0: no limit.
+        max_entries: limit in pages of tokens, counted once for all layers. 0: no limit.
+        min_tokens: minimum length of a prefix to keep.
+        pool: the `_C.Pool` of all caches. Default: a new one.
+        tiers: `kvcompress.Tiers` to offload pages to instead of evicting them; they are fetched when a prompt needs
+            them. A prefix that cannot be fetched intact is a miss.
 
-    Raises ValueError for models with layers of another kind, and policies that look at attention.
+    Raises ValueError for models with other kinds of layers, and for policies that use attention.
     """
 
     def __init__(
@@ -96,69 +97,69 @@ class PrefixCache(
         limits = checks.integer("max_bytes", max_bytes, 0), checks.integer("max_entries", max_entries, 0)
         self._prefix = _C.Prefix(self.pool, *(limits if tiers is None else ()))
         self._limits = [x or 1 << 62 for x in limits]
-        # Where the pages of each layer lie: who holds these holds a device's pages, too.
+        # The memory of each layer's pages; references to it keep pages on a device alive, too.
         self._memories: dict[bytes, list[Any]] = {}
         self._spill = None if tiers is None else Spill(tiers, self.pool, self._prefix, self._memories.__getitem__)
         self.min_tokens = checks.integer("min_tokens", min_tokens, 0)
         self._shapes: dict[bytes, _Shape] = {}
         self._asked = self._asked_tokens = 0
-        self._lock = threading.RLock()  # a prefix that was found is still there when it is taken
-        self._empty = self._made({})  # a mistake shows here, not later
+        self._lock = threading.RLock()  # between finding a prefix and taking references to its pages
+        self._empty = self._made({})  # raises for invalid options now
         self._who = [_VERSION, _model_id(config), model, salt]
         self._digest = self._options_digest(self._empty)
 
     def new(self, **options: Any) -> KVCache:
-        """An empty cache over this pool, whose prompts `commit` can take."""
+        """An empty KVCache in the pool of this PrefixCache, for `commit`."""
         return self._made(options) if options else copy.deepcopy(self._empty)
 
     def _made(self, options: dict[str, Any]) -> KVCache:
         options = {**self.options, **options}
         if options.get("group") is not None:
-            raise ValueError("PrefixCache: expected all tokens on this rank, got group=; a rank holds no whole prefix")
+            raise ValueError("PrefixCache: expected all tokens on this rank, got group=, which shards them")
         cache = KVCache(self.config, *self.args, pool=self.pool, **options)
         for index, layer in enumerate(cache.layers):
             if not isinstance(layer, PagedLayer) or layer.is_sliding:
                 raise ValueError(
-                    f"PrefixCache: expected full-attention layers, got a {type(layer).__name__} at {index}: what it "
-                    "holds of a prefix is freed as the prompt goes on"
+                    f"PrefixCache: expected full-attention layers, got a {type(layer).__name__} at {index}, which "
+                    "frees the prefix as the sequence grows"
                 )
             policy, spans = layer.options["policy"], layer.options["spans"]
             if policy is not None and (policy.needs_attention or policy.window):
                 raise ValueError(
-                    f"PrefixCache: expected no policy that looks at attention, got {policy!r}: a prefix has not been "
-                    "attended to by the prompt that goes on with it"
+                    f"PrefixCache: expected a policy that does not use attention, got {policy!r}: the attention to a "
+                    "shared prefix depends on what follows it"
                 )
             if spans is not None:
                 known = Spans(spans, layer.options["span_tokens"])
                 if known.fractions and known.tokens is None:
                     raise ValueError(
-                        "PrefixCache: spans: expected tokens, or span_tokens, got fractions of each prompt"
+                        "PrefixCache: spans: expected token positions, or span_tokens, got fractions of each prompt"
                     )
         return cache
 
     def _options_digest(self, cache: KVCache) -> Any:
         options = {name: x for name, x in cache.to_dict().items() if name not in ("max_bytes", "max_length", "strict")}
-        if cache.forward_pass.calibration:  # not where it lies
+        if cache.forward_pass.calibration:  # its contents, not its path
             options["calibration"] = cache.forward_pass.calibration.digest()
         return _hashed(hashlib.sha256(), [*self._who, _text(options)])
 
     def _root(self, cache: KVCache | None, extra: Any) -> bytes:
-        """SHA-256 of all but the tokens that pages depend on. cache: whose options, if not those of all."""
+        """SHA-256 of everything that pages depend on except tokens. cache: take its options instead of the default."""
         digest = self._digest.copy() if cache is None else self._options_digest(cache)
         return _hashed(digest, extra if isinstance(extra, (list, tuple)) else [extra]).digest()
 
     # ------------------------------------------------------------------ reading
 
     def open(self, input_ids: Any, *, extra: Any = (), **options: Any) -> KVCache:
-        """A cache that holds the longest known prefix of input_ids; at least one token is left to feed.
+        """A KVCache that contains the longest known prefix of input_ids; at least one token is left for the prefill.
 
-        input_ids: int [T] or [B, T], without pads; rows of a batch get as much as the row that has least.
-        extra: whatever else K and V depend on, names of adapters, images: str, bytes, a number, an array, a tensor, or
-            a list of them.
-        options: of this KVCache, in place of those given to the PrefixCache.
+        input_ids: int [T] or [B, T], without padding; all rows get the shortest prefix found for any of them.
+        extra: other inputs that K and V depend on, such as adapter names or images: str, bytes, numbers, arrays,
+            tensors, or lists of them.
+        options: arguments of this KVCache, instead of those of the PrefixCache.
 
-        `cache.get_seq_length()` tells what it holds; `model.generate(input_ids, past_key_values=cache)` goes on from
-        there by itself. Raises MemoryError (pool) and the errors of KVCache.
+        `cache.get_seq_length()` is the length of the prefix; `model.generate(input_ids, past_key_values=cache)`
+        continues after it. Raises MemoryError if the pool is full, and the errors of KVCache.
         """
         rows = _tokens(input_ids)
         cache = self.new(**options)
@@ -180,8 +181,8 @@ class PrefixCache(
         return cache
 
     def _taken(self, asked: list[tuple[Any, ...]], shape: _Shape) -> tuple[int, NDArray[np.int64]]:
-        """Links that all rows have, and their entries, with a reference to each page. A thread that finds the pool full
-        may take pages of theirs meanwhile: then again, with fewer."""
+        """Number of links found for all rows, and their entries, with a reference to each page. Repeated with fewer
+        links if another thread finds the pool full meanwhile and evicts some."""
         chain = shape.chain()
         while True:
             links = min(self._prefix.find(*one) for one in asked)
@@ -202,17 +203,17 @@ class PrefixCache(
                 return links, found
 
     def _shrink(self) -> None:
-        """With tiers: down to the limits; without, the index keeps them."""
+        """Enforces the limits by offloading, with tiers; without tiers the index enforces them itself."""
         if self._spill:
             self._spill.shrink(*self._limits)
 
     def _fill(self, cache: KVCache, shape: _Shape, tokens: int, found: NDArray[np.int64], usual: bool) -> None:
-        """The empty cache takes over pages of so many tokens: entries of each row, with their references. usual: it is
-        as `new()` makes it."""
+        """Fills an empty cache with pages of `tokens` tokens; takes over the references of `found`, the entries of each
+        row. usual: the cache has the default options, as from `new()`."""
         _, _, entries_first, entries_later = shape.chain()
         head = entries_first // entries_later  # entries of a layer in the first link
         try:
-            if usual:  # copies of layers that are made are quicker than new ones
+            if usual:  # cloning an initialized layer is faster than creating one
                 shape.lay(self._empty, 1)
             shape.lay(cache, len(found))
             for index, layer in enumerate(cache.layers):
@@ -223,7 +224,7 @@ class PrefixCache(
                 lengths = np.zeros((len(found), 1, 2), np.int64)
                 lengths[:, :, 0] = tokens
                 layer.store.take_over(entries, lengths, None, None, tokens)
-                layer.looked = True  # at what the format does to K: by the cache that stored it
+                layer.looked = True  # the cache that stored these pages has checked their format
                 layer.changed()
                 found[:, index * head : (index + 1) * head] = found[:, entries_first + index :: entries_later] = -1
         except BaseException:
@@ -233,21 +234,22 @@ class PrefixCache(
     # ------------------------------------------------------------------ writing
 
     def commit(self, cache: KVCache, input_ids: Any, *, extra: Any = (), pin: bool = False) -> int:
-        """Keeps what `cache` (of `open`, or over this pool) holds of input_ids for prompts that begin so.
+        """Adds the pages of `cache` (from `open` or `new`) to the index, for later prompts with the same prefix.
 
-        input_ids: int [T] or [B, T], the tokens that the cache was fed, from slot 0 on (pads of a left-padded batch
-            included); it may end earlier, or go on, as what `generate` returns does.
-        pin: it stays until `unpin`, whatever the limits say.
+        input_ids: int [T] or [B, T], the tokens of the cache from slot 0 on, left padding included. May be shorter or
+            longer than the cache, as the output of `generate` is.
+        extra: as in `open`.
+        pin: keep these pages until `unpin`, regardless of the limits.
 
-        Returns how many tokens are kept (of the row with fewest): full pages, sealed; none of a row that has evicted
-        tokens. Raises ValueError for a cache over another pool, and one whose last pass broke off between layers;
-        TypeError for one that is no KVCache; OSError, Damaged (a ValueError) or MemoryError if pages that wait in tiers
-        do not come back; rows before one that fails are kept.
+        Returns the number of tokens kept (of the row with the fewest): only full, sealed pages, and none of rows that
+        have evicted tokens. Raises ValueError for a cache of another pool and for one whose last forward pass stopped
+        between layers; TypeError if it is not a KVCache; OSError, Damaged (a ValueError) or MemoryError if its
+        offloaded pages cannot be fetched. Rows before the failing one are kept.
         """
         if not isinstance(cache, KVCache):
             raise TypeError(f"PrefixCache: commit: expected a KVCache, got {type(cache).__name__}")
         if cache.pool is not self.pool:
-            raise ValueError("PrefixCache: commit: expected a cache of open() or new(), got one over another pool")
+            raise ValueError("PrefixCache: commit: expected a cache from open() or new(), got one of another pool")
         cache.forward_pass.check_there()
         cache.forward_pass.check_even()
         rows = _tokens(input_ids)
@@ -262,10 +264,12 @@ class PrefixCache(
             stores[0].page_size,
         )
         if any((s.sinks, s.page_size) != (shape.sinks, shape.page) for s in stores):
-            raise ValueError("PrefixCache: commit: expected layers with the same sinks and page_size, got others")
+            raise ValueError("PrefixCache: commit: expected layers with equal sinks and page_size, got different ones")
         root = self._root(cache, extra)
         if self._shapes.setdefault(root, shape) != shape:
-            raise ValueError(f"PrefixCache: commit: expected K and V as before ({self._shapes[root]}), got {shape}")
+            raise ValueError(
+                f"PrefixCache: commit: expected layers as committed before, {self._shapes[root]}, got {shape}"
+            )
         self._memories.setdefault(root, [memory_of(store.page_store) for store in stores])
         for store in stores:
             store.onload()
@@ -289,7 +293,7 @@ class PrefixCache(
         flat = np.concatenate([first.ravel(), entries[:, 2:].T.ravel()])
         chain = (root, tokens, *shape.chain())
         offloaded = self._prefix.offloaded(*chain) if self._spill else None
-        with pinned(self._prefix, chain) if pin else nullcontext():  # what is not of `cache` stays until all is pinned
+        with pinned(self._prefix, chain) if pin else nullcontext():  # other caches' links stay until all are pinned
             try:
                 links = self._prefix.put(*chain, flat)
             finally:
@@ -303,16 +307,16 @@ class PrefixCache(
         return shape.sinks + links * shape.page if links else 0
 
     def unpin(self, input_ids: Any, *, extra: Any = (), **options: Any) -> None:
-        """Lets go what `commit(..., pin=True)` of the same tokens holds."""
+        """Reverts `commit(..., pin=True)` of the same tokens; arguments as of `open`."""
         root = self._root(self.new(**options) if options else None, extra)
         shape = self._shapes.get(root)
-        with self._lock:  # under which others pin for a while
+        with self._lock:  # `pinned` runs under it, too
             for row in _tokens(input_ids) if shape else ():
                 self._prefix.pin(root, row, *shape.chain(), -1)  # type: ignore[union-attr]
 
     def trim(self, max_bytes: int = 0) -> None:
-        """Lets the least recently used prefixes go, to the tiers if there are some, until at most max_bytes of the pool
-        are held; pinned ones stay."""
+        """Evicts the least recently used prefixes, or offloads them to the tiers, until at most max_bytes of the pool
+        are used. Pinned ones stay."""
         max_bytes = checks.integer("max_bytes", max_bytes, 0)
         with self._lock:
             if self._spill:
@@ -321,12 +325,13 @@ class PrefixCache(
                 self._prefix.trim(max_bytes)
 
     def stats(self) -> dict[str, Any]:
-        """entries: pages of tokens, all layers together; bytes: of their pages; pinned: entries; asked, hits: opens,
-        and those that found something; hit_rate: tokens found / tokens asked; saved_tokens: whose prefill was saved;
-        saved_bytes: of pages that were not stored again; evicted: entries; collisions: of digests.
+        """Counters since creation. entries: pages of tokens, counted once for all layers; bytes: size of their pages;
+        pinned: pinned entries; asked: calls of `open`; hits: calls that found a prefix; hit_rate: tokens found / tokens
+        requested; saved_tokens: tokens whose prefill was skipped; saved_bytes: bytes of reused pages; evicted: evicted
+        entries; collisions: hash collisions.
 
-        With tiers: offloaded: entries there; host, file: their bytes; from_host, from_file: transfers that brought
-        some back; failed: that did not (misses)."""
+        With tiers: offloaded: entries there; host, file: their bytes; from_host, from_file: fetches; failed: failed
+        fetches (misses)."""
         with self._lock:
             s, tiers = self._prefix.stats(), self._spill.stats() if self._spill else {}
         tokens, saved = s.pop("hit_tokens"), s.pop("hit_bytes")
@@ -357,12 +362,12 @@ def _tokens(input_ids: Any) -> np.ndarray:
     """int64 [B, T]."""
     try:
         ids = np.asarray(input_ids.detach().cpu() if isinstance(input_ids, torch.Tensor) else input_ids)
-    except (TypeError, ValueError, OverflowError) as error:  # rows of several lengths, numbers of no dtype
+    except (TypeError, ValueError, OverflowError) as error:  # rows of different lengths, numbers without a dtype
         raise ValueError(f"PrefixCache: input_ids: expected integers [T] or [B, T], got {error}") from None
     if ids.ndim not in (1, 2) or ids.dtype.kind not in "iu" or not ids.size:
         raise ValueError(f"PrefixCache: input_ids: expected integers [T] or [B, T], got {ids.dtype} {list(ids.shape)}")
     if isinstance(input_ids, (list, tuple)) and any(isinstance(x, (bool, np.bool_)) for x in _flat(input_ids)):
-        raise ValueError("PrefixCache: input_ids: expected integers, got True or False among them")  # numpy has 1 and 0
+        raise ValueError("PrefixCache: input_ids: expected integers, got a bool among them")  # 1 or 0 in numpy
     if int(ids.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"PrefixCache: input_ids: expected integers below 2^63, got {ids.max()}")
     return np.ascontiguousarray(np.atleast_2d(ids), np.int64)
@@ -373,7 +378,7 @@ def _offsets(entries: np.ndarray) -> np.ndarray:
 
 
 def _hashed(digest: Any, fields: Iterable[Any]) -> Any:
-    """Every field has its type and its length before it; of tensors and arrays all elements count."""
+    """Updates `digest` with each field, preceded by its type and length; tensors and arrays with all elements."""
     for field in fields:
         name = type(field).__name__
         if isinstance(field, torch.Tensor):
@@ -387,15 +392,14 @@ def _hashed(digest: Any, fields: Iterable[Any]) -> Any:
             data = field if isinstance(field, bytes) else str(field).encode()
         else:
             raise TypeError(
-                "PrefixCache: expected what K and V depend on as str, bytes, numbers, arrays, tensors, or lists of "
-                f"them, got {name}"
+                f"PrefixCache: salt or extra: expected str, bytes, numbers, arrays, tensors, or lists, got {name}"
             )
         digest.update(name.encode() + len(data).to_bytes(8, "little") + data)
     return digest
 
 
 def _stores(cache: KVCache) -> list[PagedKV]:
-    """The layers' stores, staged tokens committed; none if they have seen nothing."""
+    """The stores of all layers, after committing staged tokens; empty if the cache is."""
     for layer in cache.layers:
         layer.commit()  # type: ignore[attr-defined]
     return [layer.store for layer in cache.layers if layer.get_seq_length()]  # type: ignore[attr-defined]

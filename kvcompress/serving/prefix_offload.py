@@ -1,4 +1,4 @@
-"""Prefixes in other tiers: pages that a PrefixCache has no room for wait there until they are asked for."""
+"""Offloading of the prefixes that a PrefixCache has no room for to tiers, and fetching them again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from ..offload.tiers import UNIT, Extent, Tiers
 from ..store.serialize import LOST
 
 PART = 4
-"""an extent is at most a fourth of what may be in the pool, or in the tiers."""
+"""An extent is at most 1 / PART of the budget of the pool, or of the tiers."""
 
 
 @contextlib.contextmanager
 def pinned(index: Any, chain: tuple[Any, ...]) -> Iterator[None]:
-    """What the index knows of a chain (arguments of `index.find`) stays meanwhile, whoever finds the pool full."""
+    """Context manager: the known links of a chain (arguments of `index.find`) are not evicted, even by another thread
+    that finds the pool full."""
     root, tokens, first, step, *entries = chain
     links = index.pin(*chain, 1)
     try:
@@ -30,8 +31,8 @@ def pinned(index: Any, chain: tuple[Any, ...]) -> Iterator[None]:
 
 
 class _Group:
-    """Links that wait together, ends of a chain first; formats and bytes of their pages, and for each memory which of
-    them wait in an extent."""
+    """Links offloaded together, last link of the chain first: formats and sizes of their pages, and for each memory the
+    extent with its pages."""
 
     def __init__(self, links: list[_Link], layers: int) -> None:
         ends = np.cumsum([len(x.entries) for x in links]).tolist()
@@ -53,10 +54,10 @@ class _Link(NamedTuple):
 
 
 class Spill:
-    """Offloads links of `index`, least recently used first, and brings them back. Links of a chain go together, in a
-    extent of a unit (`tiers.UNIT`) for each device of its layers; less if that is much of what there is room for.
+    """Offloads links of `index`, least recently used first, and fetches them. Links of a chain are grouped into extents
+    of about `tiers.UNIT` bytes per device; smaller ones if budgets are small.
 
-    memories: of a root, where the pages of each layer lie (`memory_of`).
+    memories: maps a root to the memory of each layer's pages (`memory_of`).
     """
 
     def __init__(self, tiers: Tiers, pool: Any, index: Any, memories: Callable[[bytes], list[Any]]) -> None:
@@ -70,7 +71,7 @@ class Spill:
             self._drop(link)
 
     def _drop(self, link: int) -> None:
-        """The last link of a group takes its extents along."""
+        """Removes a link from its group; the last one frees the extents."""
         group = self.waiting.pop(link, None)
         if group is not None and not any(self.waiting.get(x) is group for x in group.links):
             self._let_go(group)
@@ -82,33 +83,33 @@ class Spill:
     # ------------------------------------------------------------------ out
 
     def shrink(self, max_bytes: int, max_entries: int) -> None:
-        """Offloads until the pool holds at most max_bytes, and forgets until there are at most max_entries; pinned ones
-        stay. What finds no room in the tiers is forgotten, after all that waits there longer."""
+        """Offloads links until the pool holds at most max_bytes, and evicts until there are at most max_entries. Pinned
+        links stay. Without room in the tiers, the least recently used links are evicted."""
         while (over := self.index.stats()["bytes"] - max_bytes) > 0 and (found := self.index.oldest(True)):
             self._offload(found, min(self.unit, max(over, max_bytes // PART)))
         while self.index.stats()["entries"] > max_entries and self._forget_oldest():
             pass
 
     def _forget_oldest(self) -> bool:
-        """False if all are pinned."""
+        """Evicts the least recently used link. False if all are pinned."""
         link = 0
         while (found := self.index.oldest(False)) is not None and found[0] != link:
             link = found[0]
-            if self.index.forget(link):  # else another thread has found the pool full and has evicted it
+            if self.index.forget(link):  # else another thread found the pool full and evicted it
                 self._drop(link)
                 return True
         return False
 
     def _offload(self, found: tuple[int, bytes, int, int] | None, least: int) -> None:
-        """`found` (of `index.oldest`), and so much of its chain before it as waits as long, until they are `least`
-        bytes."""
+        """Offloads `found` (from `index.oldest`) and the equally old links before it in its chain, until they have
+        `least` bytes."""
         links: list[_Link] = []
         root, size, parent = found[1], 0, found[0]  # type: ignore[index]
         try:
             while found is not None and found[0] == parent and (not links or size < least):
                 link, _, n, parent = found
                 pages = self.index.entries(link, n)
-                if pages is None:  # another thread has found the pool full
+                if pages is None:  # another thread found the pool full and evicted it
                     break
                 links.append(_Link(link, *pages))
                 size += int(links[-1].sizes.sum())
@@ -142,7 +143,7 @@ class Spill:
                 self._send(root, [one])
 
     def _put(self, memory: Any, pieces: NDArray[np.int64], group: _Group) -> Extent:
-        """an extent of the pieces; what was used before `group` makes room. Raises one of LOST."""
+        """Stores the pieces in an extent; evicts links older than `group` for room. Raises one of LOST."""
         while True:
             try:
                 return self.tiers.put(memory, pieces)
@@ -154,21 +155,21 @@ class Spill:
     # ------------------------------------------------------------------ back
 
     def bring(self, chain: tuple[Any, ...]) -> None:
-        """What is offloaded of a chain (arguments of `index.find`) comes back, and what waits with it, up to the first
-        link that does not: it is a miss."""
+        """Fetches the offloaded links of a chain (arguments of `index.find`) with the rest of their groups, up to the
+        first link that fails, which is a miss."""
         came = True
         while came and len(offloaded := self.index.offloaded(*chain)):
-            with pinned(self.index, chain):  # it shall not make room for its own end
+            with pinned(self.index, chain):  # so that fetching does not evict links of the same chain
                 came = self._bring(int(offloaded[0]))
 
     def waits(self, chain: tuple[Any, ...]) -> int:
-        """Links of a chain that follow those with pages, and can come back."""
+        """Number of offloaded links of a chain that can be fetched, after those with pages."""
         offloaded = self.index.offloaded(*chain).tolist()
         return next((n for n, link in enumerate(offloaded) if link not in self.waiting), len(offloaded))
 
     def _bring(self, link: int) -> bool:
         group = self.waiting.get(link)
-        if group is None:  # it failed before; who commits it again fills it
+        if group is None:  # failed before; the next commit of these tokens restores it
             return False
         came, own = False, [one for one in group.links if self.waiting.get(one) is group]
         try:
@@ -181,7 +182,7 @@ class Spill:
                 self.tiers.load(extent, memory, group.pieces(pages, offsets))
                 self.counts[place] += 1
             entries = formats.entry_of(offsets, group.formats)
-            for one in reversed(own):  # what the others hang on comes first
+            for one in reversed(own):  # parents first
                 part = np.ascontiguousarray(entries[group.links[one]])
                 if self.index.bring(one, part):
                     self._drop(one)
@@ -191,16 +192,16 @@ class Spill:
             for one in own if not isinstance(error, MemoryError) else ():
                 self._drop(one)
         finally:
-            self.pool.drop(offsets)  # the index has references of its own
+            self.pool.drop(offsets)  # the index holds its own references
         return came
 
     def filled(self, before: NDArray[np.int64], chain: tuple[Any, ...]) -> None:
-        """Links that were offloaded `before` may have pages again, by `index.put`: theirs are not needed any more."""
+        """Drops the offloaded copies of links (offloaded `before`) that have pages again after `index.put`."""
         for link in set(before.tolist()) - set(self.index.offloaded(*chain).tolist()):
             self._drop(link)
 
     def stats(self) -> dict[str, int]:
-        """host, file: bytes that wait there; from_host, from_file: extents that came back; failed: that did not."""
+        """host, file: bytes offloaded there; from_host, from_file: extents fetched; failed: fetches that failed."""
         sizes = {"host": 0, "file": 0}
         for group in {id(x): x for x in self.waiting.values()}.values():
             for _, _, extent in group.parts:

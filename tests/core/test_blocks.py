@@ -98,7 +98,7 @@ NAN8 = torch.full((2, 16, 3, 32), 0x7F, dtype=torch.uint8)
     (TypeError, "expected k_scale and v_scale, or a tuple of both, got int", lambda: pack_pages(K, K, 1)),
     (TypeError, "page_size: expected an int, got str", lambda: pack_pages(K, K, 1, 1, page_size="32")),
     (TypeError, "k_blocks: expected int8", lambda: pack_pages(K.float(), K, 1, 1)),
-    (TypeError, "uint8 ones with their format", lambda: pack_pages(NAN8, K, 1, 1)),
+    (TypeError, "uint8 blocks and their format", lambda: pack_pages(NAN8, K, 1, 1)),
     (TypeError, "got torch.int8 and fp8_e4m3", lambda: pack_pages(K, K, 1, 1, key="fp8_e4m3")),
     (TypeError, "and int4", lambda: pack_pages(K, NAN8, 1, 1, value="int4")),
     (ValueError, "v_blocks: expected \\[num_blocks", lambda: pack_pages(K, K[0], 1, 1)),

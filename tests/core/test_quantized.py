@@ -222,7 +222,7 @@ BAD = {
                                lambda x: quantize(x, "int4", "tensor")),
     "a rotated format is no scheme": (ValueError, "_C.quantize", lambda x: schemes.grain("int2").codes),
     "packing": (ValueError, "packing: expected one of", lambda x: quantize(x, "int4_sym", packing="big")),
-    "packing of 8 bits": (ValueError, "only schemes of 4 and 2", lambda x: quantize(x, "int8", packing="low_first")),
+    "packing of 8 bits": (ValueError, "schemes of 4 and 2", lambda x: quantize(x, "int8", packing="low_first")),
     "dtype": (TypeError, "got torch.float64", lambda x: quantize(x.double(), "int8")),
     "not a tensor": (TypeError, "got ndarray", lambda x: quantize(x.numpy(), "int8")),
     "empty": (ValueError, "at least one element", lambda x: quantize(x[:0], "int8")),
@@ -238,7 +238,7 @@ BAD = {
     "zero is missing": (ValueError, "scale and zero, got scale alone", lambda x: quantize(x, "int8_asym", scale=1)),
     "scale is missing": (ValueError, "got zero alone", lambda x: quantize(x, "int8_asym", zero=1)),
     "zero of a symmetric one": (ValueError, "expected scale alone", lambda x: quantize(x, "int8", scale=1, zero=1)),
-    "scale of a rotated one": (ValueError, "its gain is fitted", lambda x: quantize(x, "int4", scale=1)),
+    "scale of a rotated one": (ValueError, "which this format fits itself", lambda x: quantize(x, "int4", scale=1)),
     "second level": (ValueError, "only nvfp4", lambda x: quantize(x, "int8", tensor_scale=True)),
     "second level of 0": (ValueError, "2\\^-100", lambda x: quantize(x, "nvfp4", tensor_scale=0.0)),
     "dequantize to": (TypeError, "dtype: expected", lambda x: quantize(x, "int8").dequantize(torch.int8)),
@@ -366,17 +366,17 @@ def test_files_of_something_else_are_refused(tmp_path):
     path.write_bytes(b"\x00" * 500)
     refused("no safetensors file")
     save_file(parts, path)
-    refused("something else")
+    refused("without a quantized tensor")
     for name, value, text in (
         ("version", "7", "version 7"),
         ("dtype", "int8", "damaged"),
-        ("shape", "[2, 65]", "parts"),
+        ("shape", "[2, 65]", "tensors"),
         ("shape", "[]", "damaged"),
         ("shape", "[2", "damaged"),
         ("shape", "[-2, 64]", "damaged"),
         ("scheme", "int9", "damaged"),
         ("granularity", "rows", "damaged"),
-        ("granularity", "tensor", "parts"),
+        ("granularity", "tensor", "tensors"),
         ("packing", "low_first", "damaged"),
     ):
         save_file(parts, path, metadata={**about, name: value})
@@ -388,7 +388,7 @@ def test_files_of_something_else_are_refused(tmp_path):
         {**parts, "scales": parts["scales"] * math.nan},
     ):
         save_file({k: v.clone() for k, v in changed.items()}, path, metadata=about)
-        refused("parts|not finite")
+        refused("tensors|not finite")
     with pytest.raises(OSError):
         QuantizedTensor.load(tmp_path / "nowhere")
     with pytest.raises(OSError):

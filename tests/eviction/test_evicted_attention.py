@@ -129,7 +129,7 @@ def test_what_cannot_be_estimated_is_refused():
         PagedKV(1, 32, policy=KNorm(64)).evicted_attention()
     x = torch.randn(1, 1, 3, 32)
     for options in ({"window": 2}, {"softcap": 5.0}):
-        with pytest.raises(ValueError, match="without softcap"):
+        with pytest.raises(ValueError, match="without window and softcap"):
             PagedKV(1, 32, policy=Watch(KNorm(64))).attend(x, x, x, **options)
     with pytest.raises(ValueError, match="at least 1"):
         Watch(KNorm(64), 0)

@@ -217,7 +217,7 @@ def test_h2o_with_attention_from_outside_and_its_mass():
         assert abs(float(a[0][h].sum()) - 48 * G) < 1e-3
     with pytest.raises(ValueError, match="observe: weights: expected"):
         two.observe(torch.ones(1, 4, 1, 5))
-    with pytest.raises(ValueError, match="policy that gathers attention"):
+    with pytest.raises(ValueError, match="policy that accumulates attention"):
         PagedKV(H, D).observe(torch.ones(1, 4, 1, 5))
 
 
@@ -255,7 +255,7 @@ def test_mass_is_that_of_eager_attention():
     (lambda: StreamingLLM(positions="mine"), ValueError, "original, cache"),
     (lambda: CriticalKV(H2O(9, 0), 1.5), ValueError, "first: expected a number"),
     (lambda: ExpectedAttention(9, queries=0), ValueError, "queries: expected at least 1"),
-    (lambda: PagedKV(1, 32, policy=ExpectedAttention(9)), ValueError, "wants rope="),
+    (lambda: PagedKV(1, 32, policy=ExpectedAttention(9)), ValueError, "expected rope="),
     (lambda: PagedKV(1, 32, policy=CriticalKV(KNorm(9))).append(*[torch.randn(1, 1, 99, 32)] * 2), ValueError, "bind"),
 ])  # fmt: skip
 def test_bad_policies(make, error, text):
@@ -318,7 +318,7 @@ def test_positions_in_the_cache():
             assert (out[b, :, p:] - want).norm() <= 2e-5 * want.norm(), (step, b)
     assert twin is not None and twin.seen < kv.seen and kv.eviction.count > 6
     kv.page_store.pool.check()
-    with pytest.raises(ValueError, match="positions='cache' wants rope="):
+    with pytest.raises(ValueError, match="positions='cache.: expected rope="):
         PagedKV(H, D, policy=policy)
 
 

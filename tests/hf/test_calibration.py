@@ -326,14 +326,14 @@ def test_damaged_files(made, tmp_path):
     about = {"kind": "kvcompress calibration", "version": "1", "model": "m", "layers": json.dumps(made[1].weights)}
     singular = {**parts, "0.key": torch.zeros_like(parts["0.key"])}
     cases = {
-        "file of something else": lambda: save_file(parts, bad),
+        "file of another kind": lambda: save_file(parts, bad),
         "version 2": lambda: save_file(parts, bad, {**about, "version": "2"}),
-        "damaged one": lambda: bad.write_bytes(path.read_bytes()[:-9]),
+        "no safetensors file, or a damaged": lambda: bad.write_bytes(path.read_bytes()[:-9]),
         "a damaged": lambda: save_file({"0.key": parts["0.key"]}, bad, about),
-        "maps that have an inverse": lambda: save_file(singular, bad, about),
+        "maps that are invertible": lambda: save_file(singular, bad, about),
         r"expected float32 \[H, D, D\]": lambda: save_file({**parts, "0.key": parts["0.key"].half()}, bad, about),
         "deviations above 0": lambda: save_file({**parts, "0.key.deviation": -parts["0.key.deviation"]}, bad, about),
-        "a damaged one": lambda: save_file(parts, bad, {**about, "layers": "[1]"}),
+        "a damaged file": lambda: save_file(parts, bad, {**about, "layers": "[1]"}),
         "bad.kvcal: expected maps of at least one layer, got none": lambda: save_file(
             parts, bad, {**about, "layers": "{}"}
         ),

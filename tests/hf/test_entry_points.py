@@ -265,7 +265,7 @@ def test_doctor(capsys):
 
 @pytest.mark.parametrize("name,why", [
     ("deepseek_v3", ""), ("gemma4", ""), ("peft", ""), ("vlm", ""), ("mistral", ""),
-    ("linear", "stays transformers'"),
+    ("linear", "keeps transformers'"),
 ])  # fmt: skip
 def test_doctor_knows_why(name, why):
     m = family(name)

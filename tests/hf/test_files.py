@@ -306,7 +306,7 @@ def test_hostile_files(llama, saved, tmp_path, data):
 
 def test_wrong_files_say_what_they_are(llama, saved, tmp_path):
     path = tmp_path / "a.kvc"
-    for data, text in ((b"", "no safetensors"), (b"GGUF" * 100, "no safetensors"), (saved[:1000], "cut short")):
+    for data, text in ((b"", "no safetensors"), (b"GGUF" * 100, "no safetensors"), (saved[:1000], "truncated")):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=text):
             KVCache.load(path, llama.config)

@@ -254,7 +254,7 @@ def test_a_prefix_stays_where_it_is():
     want = logits_of(m, prefix.open(tokens), [200 - n], tokens[:, n:])
     got = logits_of(m, cache, [200 - n], tokens[:, n:])
     assert torch.equal(got[0], want[0])
-    with pytest.raises(ValueError, match="over another pool"):
+    with pytest.raises(ValueError, match="one of another pool"):
         prefix.commit(cache, tokens)
     cache.to("cpu", pool=prefix.pool)
     assert prefix.commit(cache, tokens) == n

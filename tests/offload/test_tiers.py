@@ -206,7 +206,7 @@ def test_full_disk_keeps_pages_where_they_are(llama, monkeypatch, tmp_path):
     cache = KVCache(llama.config, "int8", page_size=P)
     tiers = Tiers(host_bytes=0, file_bytes=None, folder="/proc")  # nobody can write there
     feed(llama, cache, ids(1, 150))
-    with pytest.warns(UserWarning, match="pages stay where they are"):
+    with pytest.warns(UserWarning, match="pages were not offloaded"):
         cache.use_tiers(tiers, resident=0, unit=1)
     twin = KVCache(llama.config, "int8", page_size=P)
     feed(llama, twin, ids(1, 150))

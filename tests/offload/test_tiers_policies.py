@@ -135,7 +135,7 @@ def test_delays_and_failures(llama, name):
                 except LOST:
                     failures += 1
                     assert ours.get_seq_length() == seen
-            late += any(layer.store.eviction.late for layer in ours.layers)
+            late += any(layer.store.eviction.overdue for layer in ours.layers)
             assert torch.equal(got, logits), (seed, step)
         tiers.on = False
         for layer in ours.layers:

@@ -49,9 +49,9 @@ PROCESS_BOUND: dict[str, tuple[Callable[[], Any], str, bool]] = {  # how it is m
     "KVCache of a fixed length": (lambda: filled(max_length=128), r"save\(path\)", True),
     "a layer of a KVCache": (lambda: filled().layers[0], r"copy\.deepcopy\(\) or save\(\) the KVCache", False),
     "PagedKV": (layer, r"clone\(\)", True),
-    "Batch": (lambda: kvcompress.Batch([filled()]), "a new one for each pass", False),
-    "PrefixCache": (lambda: kvcompress.PrefixCache(config()), r"threads share one.*commit\(\)", False),
-    "Tiers": (kvcompress.Tiers, r"caches share one.*KVCache\.save\(path\)", False),
+    "Batch": (lambda: kvcompress.Batch([filled()]), "a new Batch for each pass", False),
+    "PrefixCache": (lambda: kvcompress.PrefixCache(config()), r"threads can share one.*commit\(\)", False),
+    "Tiers": (kvcompress.Tiers, r"caches can share one.*KVCache\.save\(path\)", False),
     "Pool": (kvcompress.Pool, r"caches share one.*KVCache\.save\(path\)", False),
 }
 

@@ -149,8 +149,8 @@ def test_bad_inputs():
         ([a, b], [1], "a count for each"),
         ([a, b], [1, 0], "counts"),
         ([a, a], None, "got one twice"),
-        ([a, KVCache(m.config, "int8")], None, "over one pool"),
-        ([a, two], None, "one sequence, got one of 2"),
+        ([a, KVCache(m.config, "int8")], None, "the same model and pool"),
+        ([a, two], None, "one sequence, got 2"),
         ([gone], None, "suspended"),
         ([KVCache(ours("mistral").config, "int8")], None, "full-attention"),
     ):

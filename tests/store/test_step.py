@@ -311,9 +311,9 @@ def test_a_wrong_call_does_not_even_evict():
     kv = PagedKV(H, D, key="int8", page_size=16, policy=policies.KNorm(30))
     kv.eviction.deferred = True
     kv.attend(*draw(50))
-    kv.eviction.late = True
+    kv.eviction.overdue = True
     kept = kv.page_store.kept_tokens
-    with pytest.raises(ValueError, match="as k has"):
+    with pytest.raises(ValueError, match="as in k"):
         kv.attend(draw(2)[0], *draw(1)[1:])
     assert kv.page_store.kept_tokens == kept > 30
 

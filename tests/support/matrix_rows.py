@@ -73,7 +73,7 @@ RULES = [
     Rule({"open": ("direct",), "value": BOUND}, "new", "expected an 8-bit format to append without an open page"),
     Rule({"policy": SOME, "store": ("fixed",)}, "new", "expected no policy with max_length"),
     Rule({"prefix": ("hit",), "layer": ("sliding", "chunked")}, "prefix", "expected full-attention layers"),
-    Rule({"prefix": ("hit",), "policy": LOOKS}, "prefix", "expected no policy that looks at attention"),
+    Rule({"prefix": ("hit",), "policy": LOOKS}, "prefix", "expected a policy that does not use attention"),
     Rule(
         {"positions": ("cache",), "policy": ("StreamingLLM",), "layer": ("chunked",)},
         "new",
@@ -82,12 +82,12 @@ RULES = [
     Rule(
         {"positions": ("cache",), "policy": ("StreamingLLM",), "dim": ("100",)},
         "new",
-        "a head dim that pages take as it is",
+        "a head dim that pages store without padding",
     ),
     Rule(
         {"positions": ("cache",), "policy": ("StreamingLLM",), "dim": ("48", "80"), "key": WIDE},
         "new",
-        "a head dim that pages take as it is",
+        "a head dim that pages store without padding",
     ),
     Rule(
         {"policy": ("AdaKV(KeyDiff)",), "attention": ("sdpa",), "heads": MANY},

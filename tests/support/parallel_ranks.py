@@ -55,8 +55,8 @@ def layer(folder: Path) -> None:
         assert int(tokens) == one.page_store.kept_tokens
     from kvcompress import SnapKV, StreamingLLM
 
-    for bad, text in ((lambda: ShardedKV(2, 32, policy=SnapKV(64)), "attention so far"),
-                      (lambda: ShardedKV(2, 32, policy=StreamingLLM(4, 60, positions="cache")), "attention so far"),
+    for bad, text in ((lambda: ShardedKV(2, 32, policy=SnapKV(64)), "accumulated"),
+                      (lambda: ShardedKV(2, 32, policy=StreamingLLM(4, 60, positions="cache")), "accumulated"),
                       (lambda: ShardedKV(2, 32, stripe=0), "stripe")):  # fmt: skip
         try:
             bad()
@@ -106,10 +106,10 @@ def evict(folder: Path) -> None:
             want, _ = one.attend(q, k, v)
             out, _ = ours.attend(q, k, v)
             assert (out - want).abs().max() <= 1e-5 * want.abs().max(), policy
-            own = one.eviction.there()
-            assert (own is None) == (ours.eviction.there() is None), (policy, one.seen)
+            own = one.eviction.not_evicted()
+            assert (own is None) == (ours.eviction.not_evicted() is None), (policy, one.seen)
             if own is not None:
-                assert torch.equal(ours.eviction.there(), own.expand(-1, 2, -1)), (policy, one.seen)
+                assert torch.equal(ours.eviction.not_evicted(), own.expand(-1, 2, -1)), (policy, one.seen)
         assert one.eviction.count == ours.eviction.count > 1
         if policy.needs_attention:
             compare(ours, ours.eviction.scores(), one, one.eviction.scores(), 1e-4)
@@ -126,7 +126,7 @@ def padded(policy) -> None:
     one, ours = (kind(2, 32, key="raw", policy=policy, page_size=16, batch=2) for kind in (PagedKV, ShardedKV))
     for q, k, v, mask in calls():
         one.attend(q, k, v, mask=mask), ours.attend(q, k, v, mask=mask)
-    there, want = ours.eviction.there(), one.eviction.there().expand(-1, 2, -1)
+    there, want = ours.eviction.not_evicted(), one.eviction.not_evicted().expand(-1, 2, -1)
     assert torch.equal(there[0], want[0]) and bool((there | ~want).all())
     assert int((there & ~want).sum(-1).max()) <= 4
 
