@@ -150,7 +150,7 @@ def attention(
         return scale, window, softcap  # fast path, once per layer and step
     tensor("q", q, "[B, Hq, T, Dk]", device)
     if q.shape[3] != dim:
-        raise ValueError(f"PagedKV: q: expected a last dim of {dim}, as k has (latents: k and v), got {list(q.shape)}")
+        raise ValueError(f"PagedKV: q: expected the last dim of k (latents: of k and v), {dim}, got {list(q.shape)}")
     return number("scale", scale), integer("window", window, 0), number("softcap", softcap, 0)
 
 

@@ -1,5 +1,4 @@
-"""What transformers sees: KVCache and ready-made ones (`cache`, `recipes`, `convert`), its layers (`layer`,
-`sliding_layer`, `static_layer`, `native_layers`, `latent`) and what they share in a forward pass (`forward_pass`),
-the attention and the masks (`attention`, `masks`), does a format suit a model's K (`format_check`), `.kvc` files
-(`save_load`, `suspend`); what is done to a model (`backend`, `generate`, `compiled_generate`, `doctor`, `modules`,
-`hub`)."""
+"""Integration with transformers: KVCache (`cache`, `recipes`, `convert`), its layers (`layer`, `sliding_layer`,
+`static_layer`, `native_layers`, `latent`) and the state that they share in a forward pass (`forward_pass`), attention
+and masks (`attention`, `masks`), checks of formats (`format_check`), `.kvc` files (`save_load`, `suspend`), and models
+(`backend`, `generate`, `compiled_generate`, `doctor`, `modules`, `hub`)."""

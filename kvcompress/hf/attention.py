@@ -1,4 +1,4 @@
-"""The attention function and the mask function that transformers calls under the name "kvcompress"."""
+"""The attention and mask functions registered with transformers under the name "kvcompress"."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .lazy import dense
 NAME = "kvcompress"
 OUTSIDE = (
     "a KVCache is read and written outside of graphs: expected max_length=, and on a GPU `with cache.step():` around a "
-    "call over one token a row, after a prompt; in generate(), enable(model) sees to the step"
+    "call over one token a row, after a prompt; generate() does this after enable(model)"
 )
 _HINT = 'this model needs its own attention: model.set_attn_implementation("eager") or "sdpa"'
 
 
 class _Open:
-    """A layer whose `update` was traced, and its attention not yet; the k that it gave."""
+    """A layer whose `update` was traced but whose attention was not yet, and the k that `update` returned."""
 
     layer: Any = None
     key: torch.Tensor | None = None
@@ -43,11 +43,11 @@ def kvcompress_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask that our attention function gets.
+    """The mask for the kvcompress attention function.
 
-    Plain causal attention over a growing cache: the 2D padding mask, bool [B, slots], or None without pads. Causal
-    windows and chunks, pads of models whose layers share K and V, and causal calls of models whose modules say that
-    they are not causal (PaliGemma): a `WindowMask`. Everything else (packed or bidirectional blocks, static caches):
+    Causal attention over a growing cache: the 2D padding mask, bool [B, slots], or None without padding. Causal sliding
+    windows and chunks, padding in models whose layers share K and V, and causal calls of models whose modules claim to
+    be non-causal (PaliGemma): a `WindowMask`. Everything else (packed or bidirectional blocks, static caches):
     transformers' own 4D bool mask.
     """
     end = kv_offset + kv_length
@@ -59,12 +59,12 @@ def kvcompress_mask(
             allow_is_causal_skip=skip, **kwargs,
         )  # fmt: skip
 
-    # None stands for "causal, the last q_length slots ask": only true of a growing cache.
+    # None means causal, with queries in the last q_length slots, which holds for a growing cache only.
     plain = growing and mask_function is causal_mask_function
-    # Gemma 4 cuts queries out of a 4D mask, indexers look into it.
+    # Gemma 4 slices queries from a 4D mask, and indexers read it.
     indexed = "indexed_attention" in (getattr(kwargs.get("config"), "layer_types", None) or ())
     cut = bool(getattr(kwargs.get("config"), "num_kv_shared_layers", 0))
-    # Modules of these take None for "everything is seen": a text, or a later turn, must say that it is causal.
+    # Modules of these models take None for bidirectional: text, or a later turn, needs an explicit causal mask.
     told = getattr(kwargs.get("config"), "use_bidirectional_attention", None) in (True, "all")
     window = None if plain or not growing or torch.compiler.is_dynamo_compiling() else masks.window_of(mask_function)
     if (not plain and window is None) or ((indexed or told) and torch.compiler.is_dynamo_compiling()):
@@ -88,8 +88,8 @@ def kvcompress_mask(
 def visible(
     mask: torch.Tensor | None, q_length: int, kv_length: int, window: int, device: torch.device
 ) -> torch.Tensor | None:
-    """bool [B or 1, 1, q, kv], by slot, for causal attention of the last q_length of kv_length slots; None if
-    every query sees everything. mask: bool [B, at least kv_length] (its last slots count), or None."""
+    """The visibility mask, bool [B or 1, 1, q, kv] by slot, of causal attention of the last q_length of kv_length
+    slots; None if every query sees everything. mask: bool [B, at least kv_length] (its last slots count), or None."""
     slots = torch.arange(kv_length, device=device)
     asks = slots[kv_length - q_length :, None]
     sees = None
@@ -117,7 +117,7 @@ def eager(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in plain torch, softmax in fp32: out [B, Hq, q, Dv] and weights [B, Hq, q, kv].
 
-    mask: bool (True: visible) or additive, broadcast to [B, Hq, q, kv]. Rows that see nothing give zeros.
+    mask: bool (True: visible) or additive, broadcast to [B, Hq, q, kv]. Rows without visible keys are zero.
     """
     B, Hq, q_length, _ = query.shape
     H, kv_length = key.shape[1], key.shape[2]
@@ -159,8 +159,7 @@ def _dense_attention(
     dropout: float,
     with_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention over dense K and V: torch's SDPA where it can do the job, else `eager`. out [B, q, Hq,
-    Dv]."""
+    """Attention over dense K and V by torch's SDPA, or `eager` if SDPA does not support it. out [B, q, Hq, Dv]."""
     q_length, kv_length = query.shape[2], key.shape[2]
     mask = dense(mask)
     if mask is None or mask.dim() == 2:
@@ -184,10 +183,10 @@ def _without_evicted(
     module: torch.nn.Module, kept: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
     mask: torch.Tensor | None, causal: bool, window: int,
 ) -> torch.Tensor:  # fmt: skip
-    """bool [B, Hq, q, kv]: what each query sees of the slots, for a layer that has evicted some."""
+    """The visibility mask, bool [B, Hq, q, kv], for a layer that has evicted tokens."""
     if not causal or (mask is not None and mask.dim() != 2):
         raise ValueError(
-            f"kvcompress: {type(module).__name__}: expected causal attention of a cache that evicts; {_HINT}"
+            f"kvcompress: {type(module).__name__}: expected causal attention over a cache that evicts; {_HINT}"
         )
     q_length, kv_length = query.shape[2], key.shape[2]
     kept = F.pad(kept.to(query.device), (0, kv_length - kept.shape[2]), value=True)
@@ -197,27 +196,28 @@ def _without_evicted(
 
 
 def _refuse(module: torch.nn.Module, **given: Any) -> None:
-    """An argument that changes the result and that we would ignore."""
+    """Raises ValueError for an unsupported argument that would change the result."""
     if names := ", ".join(f"{name}=" for name, x in given.items() if x is not None):
-        raise ValueError(f"kvcompress: {type(module).__name__}: expected plain attention, got {names}; {_HINT}")
+        raise ValueError(f"kvcompress: {type(module).__name__}: expected attention without {names}, got it; {_HINT}")
 
 
 def _is_causal(module: torch.nn.Module, mask: torch.Tensor | None) -> bool:
-    """A mask that is causal says so; Mllama's modules that attend to images do not say that they are not."""
+    """Whether attention is causal: as marked in the mask, or else by the module (Mllama's cross-attention modules do
+    not say that they are not)."""
     crosses = "Cross" in type(module).__name__
     return isinstance(mask, masks.WindowMask) or getattr(module, "is_causal", not crosses)
 
 
 @torch.compiler.disable
 def _taken_up(module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stand-ins for k and v of a layer whose graph ended between `update` and attention: it is updated now."""
+    """LazyKV for k and v of a layer whose graph ended between `update` and attention; updates the layer now."""
     layer, OPEN.layer, OPEN.key = OPEN.layer, None, None
     pair = layer.forward_pass.cache().update_eager(key, value, layer.index)
     return module.expand_kv(*pair) if layer.options["latent"] else pair  # type: ignore[operator]
 
 
 def suited(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """v in k's dtype under torch.autocast: RoPE leaves K in float32, V is half."""
+    """v in the dtype of k, which differ under torch.autocast: RoPE returns K in float32."""
     halves = getattr(v, "dtype", None) in (torch.float16, torch.bfloat16) and getattr(k, "dtype", None) is torch.float32
     return v.to(torch.float32) if halves else v
 
@@ -225,14 +225,14 @@ def suited(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def _flat(
     module: torch.nn.Module, key: Any, block: Any, mask: torch.Tensor | None, causal: bool
 ) -> tuple[torch.Tensor | None, bool]:  # fmt: skip
-    """The mask by slots, [B, slots], if a 4D one of a cache's layer says no more than that; None: all are seen. And: is
-    attention causal? ValueError for another number of slots."""
+    """(mask by slot [B, slots] if the 4D mask of a layer is equivalent to it, or None if all slots are visible; whether
+    attention is causal). Raises ValueError for a wrong number of slots."""
     if mask is None:
         return None, causal
     slots = key.shape[2] if block is None else block.base + block.k.shape[2]
     if block is not None and mask.dim() == 4:
         mask = block.layer.flat_mask(mask, slots - mask.shape[2])
-        # Padding is made only of one that is causal but for it, whatever the module says of itself (PaliGemma's).
+        # A padding mask results only from a mask that is causal otherwise, even if the module claims not to be.
         causal = causal or mask is None or mask.dim() == 2
     if mask is not None and mask.dim() == 2 and mask.shape[1] != slots:
         raise ValueError(
@@ -244,7 +244,7 @@ def _flat(
 def _of_chosen(
     query: torch.Tensor, key: Any, block: Any, mask: torch.Tensor | None, indices: Any, causal: bool, window: int
 ) -> torch.Tensor | None:
-    """The mask without the tokens that an indexer has not chosen; a layer of `max_slots` slots holds none of them."""
+    """The mask without tokens that an indexer has not selected; in a layer with `max_slots` it selects all tokens."""
     if block is not None and block.layer.max_slots:
         return mask
     if mask is None or mask.dim() == 2:
@@ -259,7 +259,7 @@ def _on_pages(
     block: Any, query: torch.Tensor, key: Any, value: torch.Tensor, mask: torch.Tensor | None,
     scale: float, window: int, softcap: float, s_aux: torch.Tensor | None,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Causal attention by the op, which stores the new tokens too. None: it cannot do it."""
+    """Causal attention by the op, which also stores the new tokens. None if the op does not support the call."""
     other: Any = getattr(value, "block", None)
     if (mask is not None and mask.dim() != 2) or other is not block:
         return None
@@ -273,7 +273,7 @@ def _dense_pair(
     module: torch.nn.Module, block: Any, query: torch.Tensor, key: Any, value: Any, mask: torch.Tensor | None,
     given_mask: torch.Tensor | None, causal: bool, window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:  # fmt: skip
-    """K and V [B, H, kv, D] of the layer with the new tokens, which are stored; and what each query sees of them."""
+    """Stores the new tokens; returns dense K and V [B, H, kv, D] of the layer with them, and the visibility mask."""
     own = None
     staged = block.layer.staged is block and getattr(value, "block", None) is block
     if (
@@ -281,8 +281,8 @@ def _dense_pair(
         and (evict.policy.needs_attention or evict.policy.window)
     ):  # fmt: skip
         raise ValueError(
-            f"kvcompress: {type(module).__name__}: expected plain causal attention for {evict.policy!r}, which looks "
-            "at it, got a 4D mask (images, packed sequences); StreamingLLM, KNorm, KeyDiff do without"
+            f"kvcompress: {type(module).__name__}: expected causal attention for {evict.policy!r}, which uses "
+            "attention, got a 4D mask (images, packed sequences); use StreamingLLM, KNorm or KeyDiff"
         )
     if staged and mask is not None and mask.dim() == 2:
         own = mask[:, block.base :]
@@ -302,12 +302,12 @@ def kvcompress_attention_forward(
     is_causal: bool | None = None, position_bias: torch.Tensor | None = None,
     sinks: Any = None, indices: Any = None, block_indices: Any = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Attention for transformers: out [B, q, Hq, Dv], and weights if `output_attentions` asks for them.
+    """The attention function for transformers: out [B, q, Hq, Dv], and weights with `output_attentions`.
 
-    On the LazyKV of a KVCache layer the pages are read as they are, and the new tokens stored, in one op.
-    On plain tensors (no cache, transformers' own layers) and for what the op does not do (4D masks, tokens that an
-    indexer chose, bidirectional attention, position bias, dropout, weights) it computes densely. ValueError for what it
-    cannot do at all: `sinks`, `block_indices`, a 2D mask that does not fit the keys.
+    For LazyKV of a KVCache layer, one op reads the compressed pages and stores the new tokens. Attention is dense for
+    plain tensors (no cache, transformers' own layers) and for what the op does not support (4D masks, tokens selected
+    by an indexer, bidirectional attention, position bias, dropout, weights). Raises ValueError for unsupported
+    arguments: `sinks`, `block_indices`, a 2D mask that does not match the keys.
     """
     causal = _is_causal(module, attention_mask) if is_causal is None else is_causal
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -322,7 +322,7 @@ def kvcompress_attention_forward(
         return layer.traced_attention(query, key, value, attention_mask, scale, window, cap, s_aux), None
     broken = OPEN.key is not None and OPEN.key is key
     if compiling and not broken and OPEN.layer is not None and OPEN.layer.options["latent"]:
-        raise ValueError("kvcompress: expected K as the cache's update gave it, got another: call enable(model) before")
+        raise ValueError("kvcompress: expected the K that the cache's update returned, got another; call enable(model)")
     if compiling and (broken or getattr(key, "block", None) is not None):
         return _outside(
             module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux, is_causal,
@@ -352,7 +352,7 @@ def kvcompress_attention_forward(
             query, key, value, mask, scale, causal, window, cap, s_aux, position_bias, dropout, with_weights
         )
     except BaseException:
-        if block is not None and block.stamp in (-1, block.layer.stamp):  # not an old one
+        if block is not None and block.stamp in (-1, block.layer.stamp):  # not outdated
             block.layer.forward_pass.rollback(block.base)
         raise
 
@@ -361,7 +361,7 @@ _outside = torch.compiler.disable(kvcompress_attention_forward, reason=OUTSIDE)
 
 
 def register() -> None:
-    """Makes "kvcompress" known to transformers: the attention function and, as important, the mask function
-    (without it transformers would drop the padding mask)."""
+    """Registers "kvcompress" with transformers: the attention function and the mask function, without which
+    transformers would drop the padding mask."""
     AttentionInterface.register(NAME, kvcompress_attention_forward)
     AttentionMaskInterface.register(NAME, kvcompress_mask)

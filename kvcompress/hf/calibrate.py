@@ -1,10 +1,10 @@
-"""calibrate(model, ids): coordinates in which few dims of K and V hold most of what matters.
+"""calibrate(model, ids): measures a basis in which few dims of K and V carry most of the information.
 
-K matters by what queries make of it, q . k; V by what the output projection makes of it. Queries and tokens count by
-how much of a token's noise reaches the output: who looks at sinks or at the last tokens, which are raw, hardly does. In
-the metric of these second moments the principal axes of rows (of K without its page's mean, which pages store) are
-sorted by variance, and scaled to the variance that rounding costs them, where codes of one width cost least. This is
-transform coding (Goyal 2001, IEEE Signal Processing Magazine). What formats make of the axes is in `Calibration.basis`.
+Errors of K matter through q . k, errors of V through the output projection. Queries and tokens are weighted by how much
+of a token's noise reaches the output; attention to sinks and to the last tokens, which are raw, hardly counts. In the
+metric of these second moments, the principal axes of K (minus the mean of its page, which pages store) and V are sorted
+by variance, and scaled to the variance that rounding costs them, where codes of equal width cost least. This is
+transform coding (Goyal 2001, IEEE Signal Processing Magazine). `Calibration.basis` adapts the axes to formats.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .weights import weights_hash
 
 _NAME = "kvcompress_calibrate"
 _PAGE, _SINKS, _ROWS = 64, 4, 256
-_LEAST = 0.1  # of the mean cost, see `second_moments`
+_LEAST = 0.1  # minimum weight, as a share of the mean cost; see `second_moments`
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 Measure = Callable[[dict[str, Any], Any, Tensor, Tensor, Tensor], None]
-_seen: tuple[dict[int, dict[str, Any]], Measure] | None = None  # while a model is measured
+_seen: tuple[dict[int, dict[str, Any]], Measure] | None = None  # set while a model is measured
 
 
 def _attention(
@@ -48,7 +48,7 @@ def _attention(
 
 
 def _of_output(module: Any, heads: int, D: int) -> Tensor:
-    """float64 [Hq, D, D]: W^T W of the part of the output projection that takes a query head's output."""
+    """W^T W of the part of the output projection for each query head: float64 [Hq, D, D]."""
     for name in _OUTPUTS:
         linear = getattr(module, name, None)
         w = linear.weight.T if isinstance(linear, Conv1D) else getattr(linear, "weight", None)
@@ -59,11 +59,11 @@ def _of_output(module: Any, heads: int, D: int) -> Tensor:
 
 
 def _costs(q: Tensor, k: Tensor, v: Tensor, metric: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """What noise costs of one KV head, q [1, G, T, D], k and v [1, 1, T, D]: each query that meets it in K, [G, T]; by
-    the tokens it is in, in K and in V, [G, T]; float64. metric: [G, Dv, Dv], of the output.
+    """Costs of noise in one KV head, for q [1, G, T, D], k and v [1, 1, T, D]: by query for noise in K, [G, T]; by
+    token for noise in K and in V, [G, T] each; float64. metric: [G, Dv, Dv], of the output.
 
-    Noise n in K of token j moves output i by p_ij (q_i . n) (v_j - o_i), to first order, noise in its V by p_ij times
-    it. Counted are squares of these factors, without q_i and n, where token j is in a sealed page as query i asks.
+    Noise n in K of token j changes output i by p_ij (q_i . n) (v_j - o_i) to first order, noise in V by p_ij n. The
+    costs are the squares of these factors, without q_i and n, summed where token j is in a sealed page at query i.
     """
     (G, T), scale, cap = q.shape[1:3], given.get("scaling") or q.shape[3] ** -0.5, given.get("softcap") or 0.0
     q, k, v, metric = (x.float() for x in (q, k, v, metric))
@@ -85,8 +85,8 @@ def _costs(q: Tensor, k: Tensor, v: Tensor, metric: Tensor, given: dict[str, Any
 
 
 def second_moments(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Adds those of a call's rows, float64 [H, D, D], each row counted by what noise costs there (`_costs`): queries,
-    K without its page's mean, V; and of V's metric, "o"."""
+    """Adds the second moments of a call, float64 [H, D, D], of queries, of K minus the mean of its page, and of V, with
+    rows weighted by `_costs`; and those of the output metric, "o"."""
     H, pages = k.shape[1], (k.shape[2] - _SINKS) // _PAGE
     there, G = slice(_SINKS, _SINKS + pages * _PAGE), q.shape[1] // k.shape[1]
     output, aux = _of_output(module, q.shape[1], v.shape[3]).unflatten(0, (H, G)), found["given"].get("s_aux")
@@ -102,7 +102,10 @@ def second_moments(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: 
             ("k", centred, keys[:, there].sum(0)),
             ("v", v[0, h, there], values[:, there].sum(0)),
         ):
-            x, cost = x.double(), cost + _LEAST * cost.mean() + 1e-30  # for other texts all count a little
+            x, cost = (
+                x.double(),
+                cost + _LEAST * cost.mean() + 1e-30,
+            )  # no row counts nothing, for the sake of other texts
             added[name].append((x * cost[:, None]).mT @ x)
         added["o"].append((output[h] * (values.sum(1)[:, None, None] + 1e-30)).sum(0))
     for name, parts in added.items():
@@ -110,24 +113,24 @@ def second_moments(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: 
 
 
 def _axes(moments: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (largest first, at least `floor` of the largest) and axes of [H, D, D]."""
+    """Eigenvalues (in descending order, at least `floor` times the largest) and eigenvectors of [H, D, D]."""
     values, axes = torch.linalg.eigh(moments)
     values, axes = values.flip(-1), axes.flip(-1)
     return values.clamp_min(values[..., :1] * floor + 1e-300), axes
 
 
 def _map(moments: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
-    """[H, D, D]: rows times it lie along the axes of `moments` in that metric, sorted, each with the variance that
-    noise in it costs. [H, D]: these, which are what the axes deviate by in the metric, in units of their mean."""
+    """(map [H, D, D] of rows to the principal axes of `moments` in the metric, sorted, each scaled to the variance that
+    its noise costs; deviations [H, D] of the axes in the metric, in units of their mean)."""
     if not bool(moments.isfinite().all() and metric.isfinite().all()):
-        raise ValueError("calibrate: expected a model whose q, K and V are finite on this text, got NaN or Inf")
+        raise ValueError("calibrate: expected finite q, K and V on this text, got NaN or Inf")
     values, axes = _axes(metric, 1e-4)
     root = axes * values.sqrt()[..., None, :] @ axes.mT
     variance, principal = _axes(root @ moments @ root, 1e-6)
     deviation, D = variance.sqrt(), moments.shape[-1]
     found = (root @ (principal * deviation.rsqrt()[..., None, :])).float()
     alive = (moments.diagonal(dim1=1, dim2=2).sum(-1) > 0) & (metric.diagonal(dim1=1, dim2=2).sum(-1) > 0)
-    found = torch.where(alive[:, None, None], found, torch.eye(D, device=found.device))  # no axes without rows
+    found = torch.where(alive[:, None, None], found, torch.eye(D, device=found.device))  # identity without rows
     deviation = torch.where(alive[:, None], deviation / deviation.mean(-1, keepdim=True), 1.0)
     return found.cpu(), deviation.float().cpu()
 
@@ -149,9 +152,10 @@ def _measuring(model: PreTrainedModel, measure: Measure) -> Iterator[dict[int, d
 def measured(
     model: PreTrainedModel, ids: Any, measure: Measure, *, context: int = 2048, tokens: int = 16384
 ) -> dict[int, dict[str, Any]]:
-    """What `measure` finds of each layer of `model` on a text, with its attention module ("module"); see `calibrate`.
+    """Runs `model` on a text and returns {layer: dict}, filled by `measure` and with the attention module ("module");
+    see `calibrate`.
 
-    measure: is given the dict of the layer, its module, and q [B, Hq, T, D], k [B, H, T, D], v of each call.
+    measure: called with the dict of the layer, its module, and q [B, Hq, T, D], k [B, H, T, D] and v of each call.
     """
     text = text_config(model.config)
     several = isinstance(ids, (list, tuple)) and len(ids) > 0 and not isinstance(ids[0], numbers.Integral)
@@ -160,9 +164,9 @@ def measured(
     context = min(context, getattr(text, "max_position_embeddings", None) or context)
     tokens = checks.integer("tokens", tokens, context * len(texts))
     if getattr(text, "kv_lora_rank", None):
-        raise ValueError("calibrate: expected K and V of heads, got a model with latent attention (MLA)")
+        raise ValueError("calibrate: expected a model with K and V heads, got one with latent attention (MLA)")
     if (least := min(map(len, texts))) < context:
-        raise ValueError(f"calibrate: ids: expected at least {context} tokens, got {least}; take a longer text")
+        raise ValueError(f"calibrate: ids: expected at least {context} tokens, got {least}; use a longer text")
     with _measuring(model, measure) as found:
         for flat in texts:
             for part in flat[: min(len(flat), tokens // len(texts))].split(context):
@@ -178,12 +182,16 @@ def measured(
 
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, ids: Any, *, context: int = 2048, tokens: int = 16384) -> Calibration:
-    """Measures `model` on a text; minutes on a CPU.
+    """Measures a calibration of `model` on a text. Takes minutes on a CPU.
 
-    ids: int [N], the tokens of a text that is like what will be cached; or a list of such, one of each kind, of which
-    as much is read. context: tokens of a forward pass, at most the model's positions. tokens: read at most.
-    Raises ValueError for too short a text, K or V that are not finite, models with latent attention, and models without
-    transformers' attention interface.
+    Args:
+        model: a transformers model.
+        ids: int [N], tokens of a text similar to what will be cached; or a list of several texts, read in equal parts.
+        context: tokens per forward pass, at most the model's positions.
+        tokens: maximum number of tokens to read.
+
+    Returns a `Calibration`. Raises ValueError for a text that is too short, K or V that are not finite, models with
+    latent attention, and models without transformers' attention interface.
     """
     text = text_config(model.config)
     maps, weights, deviations = {}, {}, {}

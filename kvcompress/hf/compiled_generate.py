@@ -1,4 +1,4 @@
-"""What `generate` compiles on a GPU: each decode step of a compiled model stands in its cache's `step()`."""
+"""Compiled `generate` on a GPU: runs each decode step of a compiled model in its cache's `step()`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .configs import CACHE_ARGUMENT
 
 
 class Stepped:
-    """`get_compiled_call` of one model. On a GPU, what is no decode step of a KVCache runs uncompiled."""
+    """Replacement of a model's `get_compiled_call`. On a GPU, only decode steps with a KVCache are compiled."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = weakref.ref(model)
@@ -22,7 +22,7 @@ class Stepped:
     def __call__(self, *args: Any, **kwargs: Any) -> Callable:
         model: Any = self.model()
         if model is None:
-            raise RuntimeError("kvcompress: this shallow copy's model was deleted; enable(model) the copy")
+            raise RuntimeError("kvcompress: the model of this shallow copy was deleted; call enable(model) on the copy")
         compiled = type(model).get_compiled_call(model, *args, **kwargs)
         return compiled if compiled == model.__call__ else _Call(model, compiled)
 
@@ -34,7 +34,7 @@ class Stepped:
 
 
 class _Call:
-    """A call of `generate`: compiled if it is what `KVCache.step` takes, a decode step that sees all that is stored."""
+    """A call of `generate`: compiled if it is a decode step that `KVCache.step` supports, which sees all tokens."""
 
     def __init__(self, model: Any, compiled: Callable) -> None:
         self.model, self.compiled = model, compiled

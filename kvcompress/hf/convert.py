@@ -1,4 +1,4 @@
-"""A KVCache from transformers' DynamicCache, and back."""
+"""Conversion between KVCache and transformers' DynamicCache."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .sliding_layer import SlidingPagedLayer
 
 
 def fill(cache: LayeredCache, source: Cache, attention_mask: torch.Tensor | None) -> None:
-    """Stores what `source` holds in `cache`, which is empty; see KVCache.from_cache."""
+    """Stores the contents of `source` in the empty `cache`; see KVCache.from_cache."""
     if not isinstance(source, DynamicCache):
         raise TypeError(f"from_cache: expected a DynamicCache, got {type(source).__name__}")
     if len(source.layers) != len(cache.layers) and source.get_seq_length():
         raise ValueError(
-            f"from_cache: expected {len(cache.layers)} layers as the config has, got {len(source.layers)}; "
+            f"from_cache: expected {len(cache.layers)} layers, as in the config, got {len(source.layers)}; "
             "was the cache made for this model?"
         )
     layers: list[Any] = []
@@ -57,24 +57,24 @@ def _append(layer: PagedLayer, source: Any, mask: torch.Tensor | None) -> None:
     keys, values = source.keys, source.values
     if layer.max_slots and seen > layer.max_slots:
         raise ValueError(
-            f"from_cache: expected at most {layer.max_slots} slots, the index_topk of this model's config, got {seen}; "
-            "go on with the DynamicCache"
+            f"from_cache: expected at most {layer.max_slots} slots, the config's index_topk, got {seen}; "
+            "keep using the DynamicCache"
         )
     if mask is not None:
         own = checks.own_mask(mask[:, :seen], keys.shape[0], seen)
     if isinstance(layer, SlidingPagedLayer):
-        most = min(seen, layer.window - 1)  # it may hold more, for `crop`
+        most = min(seen, layer.window - 1)  # the source may hold more, for `crop`
         layer.fill(keys[:, :, keys.shape[2] - most :], values[:, :, values.shape[2] - most :], own, seen)
     else:
         layer.fill(keys, values, own)
 
 
 def dense(cache: LayeredCache) -> DynamicCache:
-    """A DynamicCache of what `cache` holds, decoded; see KVCache.to_dynamic_cache."""
+    """A DynamicCache with the decoded contents of `cache`; see KVCache.to_dynamic_cache."""
     if any(isinstance(layer, PagedLayer) and layer.max_slots for layer in cache.layers):
         raise ValueError(
-            "to_dynamic_cache: expected a model without an indexer, got one, whose keys a KVCache does not keep; run "
-            "the prompt again with a DynamicCache"
+            "to_dynamic_cache: expected a model without an indexer, got one, whose indexer keys a KVCache does "
+            "not store; run the prompt again with a DynamicCache"
         )
     twin = DynamicCache(config=cache.forward_pass.config)
     for index, layer in enumerate(cache.layers):

@@ -1,4 +1,4 @@
-"""Does a model's K suit a format? Found out on the first long call, before anything of it is stored."""
+"""Checks whether a model's keys suit their format, in the first long call, before it is stored."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from ..layer import PagedKV
 
 LEAST = 64
-"""Tokens that a call must bring to be looked at (or two pages, if they are smaller); shorter ones are, together, before
-the first of their tokens are sealed."""
+"""Minimum number of tokens of a call for the check (or two pages, if that is less); shorter calls are checked together,
+before their first tokens are sealed."""
 LIMIT = 0.25
-"""Noise (see `noise`) from which on a format is taken to break a model's K. On the shipped models what is below it
-costs a KL of at most 5e-2 (at 2 bits; 3e-2 at 4), what is above it 4e-3 to 3: see docs/formats.md."""
+"""Noise (see `noise`) above which a format is considered unsuitable for a model's keys. On the shipped models, noise
+below it costs a KL of at most 5e-2 (at 2 bits; 3e-2 at 4), noise above it 4e-3 to 3: see docs/formats.md."""
 _SAMPLE = 256
 
 
 def noise(k: torch.Tensor, key: str, page_size: int = 64) -> torch.Tensor:
-    """What the format `key` adds to K [B, H, T, D], as a share of how K varies over the tokens: [H], fp32.
+    """Noise that the format `key` adds to K [B, H, T, D], relative to the variance of K over tokens: fp32 [H].
 
-    mean |k - decoded k|^2 / mean |k - mean k|^2. What all keys have in common (a bias) is in every score alike and
-    changes no attention, yet it stretches the grid of a format that does not take it out.
+    mean |k - decoded k|^2 / mean |k - mean k|^2. A component common to all keys (a bias) adds the same to every score
+    and does not change attention, but widens the range of formats that do not subtract it.
     """
     full = min(k.shape[2], _SAMPLE) // 16 * 16
     size = min(page_size, full)
@@ -39,7 +39,7 @@ def noise(k: torch.Tensor, key: str, page_size: int = 64) -> torch.Tensor:
 
 
 def trouble(k: torch.Tensor, keys: Iterable[str], page_size: int = 64) -> str | None:
-    """Why one of the formats `keys` would break K [B, H, T, D]; None if none does."""
+    """Why one of the formats `keys` does not suit K [B, H, T, D]; None if all do."""
     for key in keys:
         found = noise(k, key, page_size)
         if not bool((found > LIMIT).any()):
@@ -51,7 +51,7 @@ def trouble(k: torch.Tensor, keys: Iterable[str], page_size: int = 64) -> str | 
         channels = x.abs().amax((0, 1))
         outlier = float(channels.max() / channels.median().clamp_min(1e-30))
         return (
-            f"{key} adds noise of {float(found[head]):.2f} of what K varies by (head {head}; limit {LIMIT}): the keys' "
-            f"mean is {offset:.1f} times their spread, their largest channel {outlier:.1f} times the median one"
+            f"{key} adds noise of {float(found[head]):.2f} times the variance of K (head {head}; limit {LIMIT}): the "
+            f"mean of K is {offset:.1f} times its spread, its largest channel {outlier:.1f} times the median channel"
         )
     return None

@@ -1,4 +1,4 @@
-"""ForwardPass: what the layers of one cache have in common, and the forward pass that is under way."""
+"""ForwardPass: state shared by the layers of one cache, and the current forward pass."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .weights import check_weights
 _NAME = "_attn_implementation_internal"
 _UNEVEN = (
     "KVCache: expected {} slots in each layer, got {} in layer {}: an exception broke off a forward pass (reset() the "
-    "cache, or go on with a copy made before), or a model with cross-attention has updated a layer twice (give it "
+    "cache, or use a copy made before), or a model with cross-attention has updated a layer twice (pass it "
     "transformers.EncoderDecoderCache(cache, DynamicCache()))"
 )
-_SAFER = "use int4 or kivi4, which take the mean out, or int8"
+_SAFER = "use int4 or kivi4, which subtract the mean, or int8"
 
 
 class LayeredCache(Protocol):
-    """What is asked of the cache that a forward pass goes through."""
+    """Interface of the cache of a forward pass."""
 
     layers: list[Any]
     forward_pass: ForwardPass
@@ -49,12 +49,12 @@ class LayeredCache(Protocol):
 
 
 class RevertibleLayer(CacheLayerMixin):
-    """A layer that can take back what it stored in a forward pass that failed."""
+    """A layer that can remove the tokens of a failed forward pass."""
 
-    revertible = True  # `isinstance` of an abstract class is a call of Python's, for each layer and step
+    revertible = True  # faster than `isinstance` of an abstract class, for each layer and step
 
     def __init__(self) -> None:
-        self.staged: Any = None  # what `update()` brought, if it is not stored yet
+        self.staged: Any = None  # the block of `update()` until it is stored
 
     @abstractmethod
     def forget(self, seen: int) -> None:
@@ -62,45 +62,44 @@ class RevertibleLayer(CacheLayerMixin):
 
     @abstractmethod
     def evict(self) -> None:
-        """What the policy has put off."""
+        """Runs a deferred eviction."""
 
     @abstractmethod
     def offload_pages(self, prefetcher: Prefetcher | None) -> None:
-        """Offloads the oldest pages, if the cache has other tiers."""
+        """Offloads the oldest pages, if the cache uses tiers."""
 
 
 class ForwardPass:
-    """What the layers of one cache have in common: the pool, the model's config, and the forward pass under
-    way."""
+    """State shared by the layers of one cache: the pools, the model's config, and the current forward pass."""
 
     def __init__(self, cache: LayeredCache, config: PreTrainedConfig, pools: Pools, last_paged: int) -> None:
         self.cache = weakref.ref(cache)
         self.config, self.pools, self.last_paged = config, pools, last_paged
-        self._settings = config.__dict__  # of which transformers makes four calls of Python at every access
-        # Layers at the end read K and V of others (Gemma 3n and 4).
+        self._settings = config.__dict__  # faster: attribute access of a config takes four Python calls
+        # The last layers may read K and V of earlier ones (Gemma 3n and 4).
         self.reused = any(reads_others(config, i) for i in range(config.num_hidden_layers))
         self.at = -1  # layer of the last update
-        self.before: dict[int, dict[str, Any]] = {}  # transformers' own layers before this forward pass
-        self.lazy_pairs: dict[tuple, list[Any]] = {}  # LazyKV that layers of this pass have not taken yet, by shape
-        self.held: list[_C.Held] = []  # pages that this forward pass sealed
+        self.before: dict[int, dict[str, Any]] = {}  # state of transformers' own layers before this forward pass
+        self.lazy_pairs: dict[tuple, list[Any]] = {}  # LazyKV created for later layers of this pass, by shape
+        self.held: list[_C.Held] = []  # raw pages that this forward pass sealed
         self.complete = False  # all paged layers have stored their tokens of this forward pass
-        self.spoilt = False  # states hold a call that failed
-        self.states_at = -1  # layer of states that the model came to last
-        self.prefetcher: Prefetcher | None = None  # of tiers, if pages of this cache leave the pool
-        # While the cache is suspended: its pages, or (path, seal) of their file; slots of each layer. See `Suspending`.
+        self.spoilt = False  # states of linear-attention layers contain a failed call
+        self.states_at = -1  # last linear-attention layer that the model has reached
+        self.prefetcher: Prefetcher | None = None  # if the cache uses tiers
+        # While the cache is suspended: its pages, or (path, digest) of the file; slots of each layer. See `suspend`.
         self.suspended: tuple[Any, dict[int, int]] | None = None
         self.calibration: Calibration | None = None
-        self.checked_weights: set[int] = set()  # layers whose weights are those that it was measured on
-        self.fits = False  # `enable` would make its model's attention ours
-        self.strict = False  # a K that a format breaks is an error
-        self.broken: dict[int, str] = {}  # layers of this pass whose K a format breaks, and how
-        # Slots that each paged layer must hold before this pass; -1: as many as the first. None: no need to look.
+        self.checked_weights: set[int] = set()  # layers whose weights match the calibration
+        self.fits = False  # `enable` supports the model
+        self.strict = False  # keys that do not suit their format are an error
+        self.broken: dict[int, str] = {}  # layers of this pass whose keys do not suit their format, and why
+        # Number of slots that each paged layer must have before this pass; -1: as many as the first; None: not checked.
         self.length: int | None = -1
-        self.width: int | None = None  # tokens that attention of another kind gets in this pass; None: not known yet
+        self.width: int | None = None  # tokens of dense K and V in this pass; None: not known yet
         self._masks: dict[int, tuple] = {}
 
     def clone(self, cache: LayeredCache) -> ForwardPass:
-        """The same for a copy of the cache."""
+        """A copy for a copy of the cache."""
         twin = ForwardPass(cache, self.config, self.pools, self.last_paged)
         twin.at, twin.spoilt, twin.length, twin.strict = self.at, self.spoilt, self.length, self.strict
         twin.complete, twin.states_at = self.complete, self.states_at
@@ -108,15 +107,15 @@ class ForwardPass:
         return twin
 
     def check_weights(self, module: torch.nn.Module) -> None:
-        """ValueError if the weights of an attention module are not those of the calibration; checked once."""
+        """Raises ValueError if the weights of an attention module do not match the calibration. Checks each once."""
         index = getattr(module, "layer_idx", None)
         if self.calibration and index in self.calibration.weights and index not in self.checked_weights:
             check_weights(self.calibration, index, module)
             self.checked_weights.add(index)
 
     def check_all_weights(self, model: Any) -> None:
-        """`check_weights` of every layer of a model whose attention module is known before a call: not where
-        projections are fused, nor where several stacks of layers share numbers."""
+        """`check_weights` of all layers whose attention module can be found before a call: not with fused projections,
+        or several stacks of layers with the same numbers."""
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"KVCache: bind: expected a model, got {type(model).__name__}")
         for found in attention_by_layer(model).values() if self.calibration else ():
@@ -125,21 +124,21 @@ class ForwardPass:
 
     @property
     def pool(self) -> Any:
-        """The pool of the cache, or of its first device."""
+        """The pool of the cache, or that of its first device."""
         return self.pools.first
 
     @property
     def fused(self) -> bool:
-        """Will the model call our attention function with what `update()` returns?"""
+        """True if the model passes the result of `update()` to the kvcompress attention function."""
         return (self._settings.get(_NAME) or self.config._attn_implementation) == attention.NAME
 
     def decoded(self) -> None:
-        """A step whose layers are decoded for another attention: one word, where ours would read the pages."""
+        """Warns once when layers are decoded for another attention, if `enable` supports the model."""
         if self.fits:
             self.fits = False
             warnings.warn(
                 f"KVCache: expected the kvcompress attention, got {self._attention()!r}, for which pages are decoded "
-                "at every step: call kvcompress.enable(model), and make the cache from model.config itself",
+                "at every step; call kvcompress.enable(model), and create the cache from model.config itself",
                 stacklevel=2,
             )
 
@@ -147,16 +146,16 @@ class ForwardPass:
         return self._settings.get(_NAME) or self.config._attn_implementation
 
     def split_mask(self, mask: torch.Tensor, store: PagedKV, T: int) -> tuple[torch.Tensor | None, bool]:
-        """bool [B, seen + T] -> ([B, T] of the own tokens, None if all are real; does the rest say what is
-        stored?).
+        """Splits a mask, bool [B, seen + T], into ([B, T] of the new tokens, or None without padding; whether the rest
+        matches the stored tokens).
 
-        All layers of a kind get the same mask in a forward pass: it is looked at once.
+        Computed once per mask, as all layers of a type get the same one in a forward pass.
         """
         seen = store.seen
         memo = self._masks.get(id(mask))
         if memo is None or memo[1] != seen:
             own = mask[:, seen:].cpu()
-            if len(self._masks) > 4:  # a kind of layer has one
+            if len(self._masks) > 4:  # one per layer type
                 self._masks.clear()
             memo = self._masks[id(mask)] = (mask, seen, None if bool(own.all()) else own.contiguous(), set())
         known, signature = memo[3], store.signature()
@@ -167,14 +166,14 @@ class ForwardPass:
         return memo[2], True
 
     def moved(self, pools: Pools) -> None:
-        """The pages of all layers are in `pools` now; what was held of the last pass is not theirs any more."""
+        """The pages of all layers have moved to `pools`; pages held of the last pass are dropped."""
         self.pools = pools
         self._forget()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Around what changes the lengths of all layers: the next pass looks at them if it is broken off. Pages that
-        the last one sealed are let go."""
+        """Context manager around changes of the lengths of all layers: if interrupted, the next pass checks the
+        lengths. Drops the pages held of the last pass."""
         complete, length = self.complete, self.length
         self.held.clear()
         self.complete, self.length = False, -1
@@ -182,12 +181,12 @@ class ForwardPass:
         self.complete, self.length = complete, length
 
     def check_there(self) -> None:
-        """ValueError while the cache is suspended."""
+        """Raises ValueError while the cache is suspended."""
         if self.suspended is not None:
-            raise ValueError("KVCache: expected a cache with its pages, got a suspended one; resume() it")
+            raise ValueError("KVCache: expected a cache with its pages, got a suspended one; call resume()")
 
     def check_even(self) -> None:
-        """ValueError where layers have seen different numbers of slots: a forward pass broke off between them."""
+        """Raises ValueError if layers have different numbers of slots, after an interrupted forward pass."""
         cache = self.cache()
         paged = [(i, x) for i, x in enumerate(cache.layers if cache else ()) if getattr(x, "revertible", False)]
         lengths = {i: layer.get_seq_length() for i, layer in paged if not reads_others(self.config, i)}
@@ -196,17 +195,17 @@ class ForwardPass:
                 raise ValueError(_UNEVEN.format(first, length, index))
 
     def ready(self) -> None:
-        """ValueError where a call cannot go on from what is held."""
+        """Raises ValueError if the cache cannot take another call."""
         self.check_there()
         if self.spoilt:
             raise ValueError(
-                "KVCache: expected linear-attention layers as before the call that failed, got them after it: their "
-                "states cannot be taken back; reset() the cache, or go on with a copy made before"
+                "KVCache: expected linear-attention layers as before the call that failed, got states of that call, "
+                "which cannot be restored; reset() the cache, or use a copy made before"
             )
 
     def at_states(self, index: int) -> None:
-        """The model comes to the states of layer `index`, which it writes into. ValueError if the pass before broke off
-        between layers of states and the last paged one."""
+        """The model reaches the states of layer `index`, which it writes to. Raises ValueError if the pass before was
+        interrupted between a linear-attention layer and the last paged one."""
         if index < self.states_at:  # a new pass
             self.spoilt |= not self.complete
             self.complete = False
@@ -215,13 +214,13 @@ class ForwardPass:
 
     def begin(self, index: int, layer: Any) -> None:
         """An update of layer `index` is about to happen."""
-        if self.suspended is not None or self.spoilt:  # or a call of Python more, for each layer and step
+        if self.suspended is not None or self.spoilt:  # saves a Python call for each layer and step
             self.ready()
         if index == self.at < self.last_paged:
             self._check_twice(index, layer)
         if index <= self.at:
             self._forget()  # a new forward pass
-            self.length = None if self.complete else -1  # the one before may have broken off
+            self.length = None if self.complete else -1  # the last one may have been interrupted
             self.complete = False
         self.at = index
         if getattr(layer, "revertible", False):
@@ -231,9 +230,9 @@ class ForwardPass:
             self.before[index] = dict(layer.__dict__)
 
     def look(self, store: PagedKV, k: torch.Tensor) -> bool:
-        """Warns, after the pass, or raises ValueError if strict, where a format of `store` breaks k (without pads).
-        False if k does not tell."""
-        if k.shape[2] < 16 or not bool(k.isfinite().all()):  # what is not finite is refused when it is stored
+        """Checks k (without padding) against the formats of `store`: if they do not suit it, warns after the pass, or
+        raises ValueError if strict. Returns False if k is too short to tell."""
+        if k.shape[2] < 16 or not bool(k.isfinite().all()):  # NaN and Inf raise when k is stored
             return False
         names = store.spans.formats() if store.spans else []
         keys = {key for key, _ in [*names, (store.key, store.value)]} - {"raw"}
@@ -241,7 +240,7 @@ class ForwardPass:
             k = store.page_store.filled(k, 0)
         what = format_check.trouble(k, sorted(keys), store.page_size)
         if what and self.strict:
-            raise ValueError(f"KVCache: layer {self.at}: expected a K that its format keeps, {what}; {_SAFER}")
+            raise ValueError(f"KVCache: layer {self.at}: expected keys that suit their format, but {what}; {_SAFER}")
         if what:
             self.broken[self.at] = what
         return True
@@ -249,7 +248,9 @@ class ForwardPass:
     def _warn(self) -> None:
         layers, (first, what) = sorted(self.broken), min(self.broken.items())
         self.broken = {}
-        warnings.warn(f"KVCache: layers {layers}: K breaks its format. Layer {first}: {what}; {_SAFER}", stacklevel=2)
+        warnings.warn(
+            f"KVCache: layers {layers}: keys do not suit their format. Layer {first}: {what}; {_SAFER}", stacklevel=2
+        )
 
     def _check_length(self, index: int, length: int) -> None:
         if self.length in (-1, length):
@@ -260,8 +261,8 @@ class ForwardPass:
         raise ValueError(_UNEVEN.format(others, length, index))
 
     def _check_twice(self, index: int, layer: Any) -> None:
-        """ValueError where layer `index` of a decoder with cross-attention, updated last, is ahead of the last paged
-        one: its model may fail on the update that comes. Other models may stop early, call after call."""
+        """Raises ValueError if layer `index` of a decoder with cross-attention, updated last, is ahead of the last
+        paged layer: the next update would fail. Other models may stop at earlier layers in any call."""
         cache = self.cache()
         if cache and getattr(self.config, "add_cross_attention", False) and getattr(layer, "revertible", False):
             others, length = cache.layers[self.last_paged].get_seq_length(), layer.get_seq_length()
@@ -269,13 +270,14 @@ class ForwardPass:
                 raise ValueError(_UNEVEN.format(others, length, index))
 
     def check_width(self, width: int, T: int, evicts: bool) -> None:
-        """Attention elsewhere gets `width` tokens of a layer. ValueError if it `evicts` and the first layer of the pass
-        gave another number: transformers makes one mask for all. (For a single query only eager attention has one.)"""
+        """Dense K and V of a layer have `width` tokens. Raises ValueError if it `evicts` and the first layer of the
+        pass had another number, since transformers makes one mask for all layers. (For a single query only eager
+        attention has a mask.)"""
         self.width = self.width or width
         if evicts and self.width != width and (T > 1 or self._attention() == "eager"):
             raise ValueError(
-                f"KVCache: expected layers that keep the same number of tokens, for attention outside of the cache; "
-                f"got {width} in layer {self.at}, {self.width} before: kvcompress.enable(model)"
+                f"KVCache: expected layers that keep the same number of tokens, for attention outside of the cache, "
+                f"got {width} in layer {self.at}, {self.width} before; call kvcompress.enable(model)"
             )
 
     def _forget(self) -> None:
@@ -285,7 +287,7 @@ class ForwardPass:
         self.held.clear()
 
     def done(self) -> None:
-        """A paged layer has stored its tokens; after the last one nothing of this pass can fail here any
+        """A paged layer has stored its tokens. After the last one, evicts and offloads: the pass cannot fail any
         more."""
         if self.at >= self.last_paged:
             self.complete = True
@@ -300,7 +302,7 @@ class ForwardPass:
                 self._warn()
 
     def rollback(self, seen: int) -> None:
-        """A failure in the middle of a forward pass that began with `seen` slots: its layers forget it."""
+        """Removes the tokens of a failed forward pass that began with `seen` slots from all layers."""
         cache = self.cache()
         if cache is None or self.complete:
             return
@@ -313,7 +315,7 @@ class ForwardPass:
                 layer.staged = None
                 layer.forget(seen)
             if isinstance(layer, LinearAttentionCacheLayerMixin) and seen:
-                self.spoilt = True  # models write into the states themselves: only a copy at every step would help
+                self.spoilt = True  # models write states in place: restoring them would take a copy at every step
             elif isinstance(layer, LinearAttentionCacheLayerMixin):
                 forget_states(layer)
         self._forget()

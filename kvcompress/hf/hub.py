@@ -7,8 +7,8 @@ from typing import Any
 
 
 def from_hub(kind: Any, name: str | Path, **options: Any) -> Any:
-    """kind.from_pretrained(name): of a folder, or of the hub. ValueError where neither has it, or the hub is out of
-    reach; OSError for a folder that lacks something."""
+    """kind.from_pretrained(name), from a folder or the hub. Raises ValueError if neither has it or the hub cannot be
+    reached, OSError if files are missing in a folder."""
     there = Path(name).exists()
     if there or not str(name).startswith((".", "/", "~")):
         try:
@@ -16,4 +16,4 @@ def from_hub(kind: Any, name: str | Path, **options: Any) -> Any:
         except OSError:
             if there:
                 raise
-    raise ValueError(f"model: expected a folder, or a name on the hub and a way to it, got {str(name)!r}")
+    raise ValueError(f"model: expected a folder, or a name on the hub and access to it, got {str(name)!r}")

@@ -1,8 +1,8 @@
-"""Latent attention (MLA): a model's `expand_kv` made lazy, and attention in the space of the latents.
+"""Multi-head latent attention (MLA): a lazy `expand_kv`, and attention in the latent space (weight absorption).
 
-A layer that defines `expand_kv(latents, rotary)` caches latents [B, 1, S, rank] and the rotary part of K, and would
-expand all of them to K and V of every head at every step: rank * (nope + v) multiply-adds a head and token. Absorbed,
-W_uk goes onto q and W_uv onto the sum of latents, and a token takes 2 * rank + rope of them.
+A layer that defines `expand_kv(latents, rotary)` caches latents [B, 1, S, rank] and the rotary part of K. At every step
+it would expand all of them to K and V of every head: rank * (nope + v) multiply-adds per head and token. With
+absorption, W_uk is applied to q and W_uv to the sum of latents, and a token takes 2 * rank + rope multiply-adds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..store.device_memory import usable
 from .layer import Block
 from .lazy import LazyKV, lazy_pair
 
-_ABSORBS = "_kvcompress_absorbs"  # of a module: its kv_b_proj is all that expand_kv does
+_ABSORBS = "_kvcompress_absorbs"  # attribute of a module whose expand_kv only applies kv_b_proj
 
 
 class Expanded(LazyKV):
-    """K or V of all heads that `expand_kv` would give, not yet computed. Any operation but the kvcompress attention
-    computes it."""
+    """K or V of all heads, the result of `expand_kv`, not yet computed. Any operation other than the kvcompress
+    attention computes it."""
 
     module: Any
 
@@ -31,8 +31,8 @@ class Expanded(LazyKV):
         return expand(self.module, *self.block.dense_pair())[self.side]
 
     def attend(self, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor | None:
-        """Attention [B, T, Hq, Dv] over the pages of latents. None, and nothing done, where expanding them is cheaper
-        and the layer's policy need not know what queries pay, or where nothing can be absorbed."""
+        """Attention [B, T, Hq, Dv] over pages of latents. Returns None and does nothing if weights cannot be absorbed,
+        or if expanding is cheaper and the policy does not need attention."""
         block: Any = self.block
         module, T, rank, rope = self.module, query.shape[2], block.k.shape[3], block.v.shape[3]
         if _weight(module) is None:
@@ -44,7 +44,7 @@ class Expanded(LazyKV):
 
 
 class Latents(LazyKV):
-    """K (latents and rotary parts side by side) or V (latents) for queries that W_uk is in."""
+    """K (latents and rotary part, concatenated) or V (latents) for queries with W_uk absorbed."""
 
     def dense(self) -> Tensor:
         latents, rotary = self.block.dense_pair()
@@ -57,44 +57,44 @@ class Latents(LazyKV):
 
 
 def absorbed(module: Any, query: Tensor) -> Tensor:
-    """Queries [B, H, T, nope + rope] of a module -> [B, H, T, rank + rope], with W_uk in them."""
+    """Absorbs W_uk: queries [B, H, T, nope + rope] of a module -> [B, H, T, rank + rope]."""
     weight, nope = _weight(module), module.qk_nope_head_dim
     assert weight is not None
     return torch.cat([with_keys(query[..., :nope], weight[:, :nope].to(query.dtype)), query[..., nope:]], -1)
 
 
 def values_of(module: Any, out: Tensor) -> Tensor:
-    """Sums of latents [B, T, H, rank] -> [B, T, H, v] by the module's W_uv."""
+    """Applies the module's W_uv: sums of latents [B, T, H, rank] -> [B, T, H, v]."""
     weight = _weight(module)
     assert weight is not None
     return to_values(out, weight[:, module.qk_nope_head_dim :].to(out.dtype))
 
 
 def with_keys(q: Tensor, weight: Tensor) -> Tensor:
-    """Queries [B, H, T, nope] -> [B, H, T, rank] by W_uk of their heads [H, nope, rank]."""
+    """Applies W_uk [H, nope, rank]: queries [B, H, T, nope] -> [B, H, T, rank]."""
     rows = torch.bmm(q.transpose(0, 1).flatten(1, 2), weight)
     return rows.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)
 
 
 def to_values(out: Tensor, weight: Tensor) -> Tensor:
-    """Sums of latents [B, T, H, rank] -> [B, T, H, v] by W_uv of their heads [H, v, rank]."""
-    rows = torch.bmm(weight, out.flatten(0, 1).permute(1, 2, 0))  # [H, v, B * T]: the faster order for bf16
+    """Applies W_uv [H, v, rank]: sums of latents [B, T, H, rank] -> [B, T, H, v]."""
+    rows = torch.bmm(weight, out.flatten(0, 1).permute(1, 2, 0))  # [H, v, B * T]: faster for bf16
     return rows.permute(2, 0, 1).unflatten(0, out.shape[:2])
 
 
 def _asks(block: Block) -> bool:
-    """Does the layer's policy look at queries?"""
+    """True if the layer's policy needs queries or their attention."""
     policy = block.layer.options["policy"]
     return policy is not None and bool(policy.needs_attention or policy.window or policy.clusters)
 
 
 def expand(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """What the module's class defines."""
+    """`expand_kv` of the module's class."""
     return type(module).expand_kv(module, latents, rotary)
 
 
 def expand_kv(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """`expand_kv` of a module that `absorb` has seen."""
+    """Replacement of `expand_kv`, installed by `absorb`."""
     if torch.compiler.is_dynamo_compiling() and (layer := getattr(latents, "kvcompress_layer", None)) is not None:
         if _weight(self) is None:
             return expand(self, *layer.traced_dense(latents, rotary))
@@ -119,8 +119,8 @@ def expand_kv(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tenso
 
 
 def _weight(module: Any) -> Tensor | None:
-    """W_uk above W_uv of each head, [heads, nope + v, rank]; None if the projection is no plain linear layer
-    (quantized, with an adapter, with a bias): then the module itself is applied."""
+    """W_uk and W_uv of each head, concatenated, [heads, nope + v, rank]; None if the projection is not a plain linear
+    layer (quantized, with an adapter or a bias), and the module itself must be applied."""
     linear = getattr(module, "kv_b_proj", None) if module.__dict__.get(_ABSORBS, True) else None
     if type(linear) is not nn.Linear or linear.bias is not None or not linear.weight.is_floating_point():
         return None
@@ -129,7 +129,7 @@ def _weight(module: Any) -> Tensor | None:
 
 
 def _expands_so(module: Any) -> bool:
-    """Does the class's `expand_kv` compute what the weight says? Tried on two tokens."""
+    """True if the class's `expand_kv` equals the projection by the weight, tested on two tokens."""
     weight = _weight(module)
     if weight is None or (weight.is_meta and usable(weight.device)):
         return False
@@ -147,7 +147,7 @@ def _expands_so(module: Any) -> bool:
 
 
 def layers(model: nn.Module) -> list[Any]:
-    """Modules that define `expand_kv`. ValueError for one with other arguments."""
+    """Modules that define `expand_kv`. Raises ValueError if its arguments are unexpected."""
     found: list[Any] = [m for m in model.modules() if callable(getattr(type(m), "expand_kv", None))]
     for m in found:
         names = list(inspect.signature(type(m).expand_kv).parameters)
@@ -160,13 +160,13 @@ def layers(model: nn.Module) -> list[Any]:
 
 
 def absorb(model: nn.Module) -> None:
-    """Makes `expand_kv` of the model's layers lazy; absorbs those of `layers` whose weight says what it computes."""
+    """Makes `expand_kv` of the model's layers lazy, and enables absorption where the weight defines it."""
     for m in layers(model):
         m.__dict__["expand_kv"], m.__dict__[_ABSORBS] = types.MethodType(expand_kv, m), _expands_so(m)
 
 
 def unabsorbed(model: nn.Module) -> str:
-    """Why layers with `expand_kv` are decoded at every step; "" if none is."""
+    """Why layers with `expand_kv` are decoded at every step; "" if none are."""
     found = layers(model)
     rest = [m for m in found if not m.__dict__.get(_ABSORBS) or _weight(m) is None]
     if not rest:
@@ -176,7 +176,7 @@ def unabsorbed(model: nn.Module) -> str:
 
 
 def _cheaper(module: Any, queries: int, slots: int, rank: int, rope: int) -> bool:
-    """Are there fewer multiply-adds a head to the absorbed form?"""
+    """True if absorption takes fewer multiply-adds per head."""
     nope, v = module.qk_nope_head_dim, module.v_head_dim
     once = rank * (nope + v)
     return queries * (once + slots * (2 * rank + rope)) < slots * (once + queries * (nope + rope + v))

@@ -16,12 +16,11 @@ from .forward_pass import ForwardPass, RevertibleLayer
 from .lazy import LazyKV
 from .shared import attend_stored
 
-_AHEAD = 31  # layers whose lazy K and V are made with those of one
+_AHEAD = 31  # further layers to create LazyKV for
 
 
 class Block:
-    """The new K/V of one `update()`: staged until someone commits it, then readable until the layer
-    changes."""
+    """The new K/V of one `update()`: staged until it is committed, then readable until the layer changes."""
 
     __slots__ = ("base", "k", "layer", "not_evicted", "pair", "stamp", "start", "v")
 
@@ -30,11 +29,11 @@ class Block:
         self.start = layer.start_of(base)  # first slot of the dense K and V
         self.stamp = -1  # the layer's stamp when the block was committed
         self.pair: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.not_evicted: torch.Tensor | None = None  # bool [B, 1 or H, base]: False at evicted slots; None: none is
+        self.not_evicted: torch.Tensor | None = None  # bool [B, 1 or H, base]: False at evicted slots
 
     def dense_pair(self, own: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, V [B, H, base - start + T, D]: stored tokens decoded, own tokens exact. Commits the block if nobody
-        has; `own` [B, T] tells its pads, if known."""
+        """K, V [B, H, base - start + T, D]: stored tokens decoded, the new tokens exact. Commits the block if it is
+        staged; own: bool [B, T], False at padding, if known."""
         if self.pair is None:
             evict = self.layer.store.eviction
             self.not_evicted = evict.not_evicted() if evict else None
@@ -44,7 +43,7 @@ class Block:
             if self.stamp != self.layer.stamp:
                 raise RuntimeError(
                     "kvcompress: expected the keys of the layer's latest update, got older ones; "
-                    "read them before the next update, crop or reorder"
+                    "use them before the next update, crop or reorder"
                 )
             keys, values = self.layer.store.dense(self.start)
             first = self.base - self.start
@@ -53,13 +52,11 @@ class Block:
         return self.pair
 
     def dense_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Dense K or V for a LazyKV of this block; anything else as it is."""
+        """Dense K or V for a LazyKV of this block; anything else unchanged."""
         return x.dense() if isinstance(x, LazyKV) and x.block is self else x
 
 
-class PagedLayer(
-    checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() or save() the KVCache that it is a layer of"
-):
+class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() or save() the KVCache of the layer"):
     """A full-attention layer of a KVCache."""
 
     window, chunked = 0, False  # see SlidingPagedLayer
@@ -75,9 +72,9 @@ class PagedLayer(
         self.forward_pass, self.options = forward_pass, options
         self.store: PagedKV = None  # type: ignore[assignment]  # until lazy_initialization
         self.staged: Block | None
-        self.stamp = 0  # counts changes of what is stored
-        self.recording = False  # drafts may come: a crop may take back a part of any short call
-        self.looked = False  # at what the formats do to K
+        self.stamp = 0  # counts changes of the stored tokens
+        self.recording = False  # drafts are expected: a crop may remove a part of any short call
+        self.looked = False  # whether K was checked against its format
         self.is_initialized = False
 
     # ------------------------------------------------------------------ appending
@@ -88,7 +85,7 @@ class PagedLayer(
                 got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
                 raise ValueError(f"KVCache: {name}: expected a tensor [B, H, T, D], got {got}")
         B, H, _, D = key_states.shape
-        latent = H == 1 and self.options.get("latent", False)  # not where a class caches K and V of all heads
+        latent = H == 1 and self.options.get("latent", False)  # some classes cache K and V of all heads instead
         self.store = paged(
             H, D, value_dim=value_states.shape[3], batch=B, dtype=key_states.dtype, device=key_states.device,
             pool=self.forward_pass.pools.on(key_states.device), **{**self.options, "latent": latent},
@@ -99,7 +96,7 @@ class PagedLayer(
         self.is_initialized = True
 
     def fit(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """An empty layer takes the shape and the place of what comes."""
+        """Initializes an empty layer with the shape and device of k and v."""
         if not self.is_initialized:
             return self.lazy_initialization(k, v)
         store = self.store
@@ -113,18 +110,18 @@ class PagedLayer(
             store.reset(k.shape[0])
 
     def before_append(self, base: int, k: torch.Tensor, own: torch.Tensor | None = None) -> None:
-        """k, `own` its real tokens, is about to be appended at slot `base`: the first long call, or else what is there
-        before the first seal, shows whether K suits its format."""
+        """Called before k is appended at slot `base`; own: its tokens that are not padding. Checks whether K suits its
+        format in the first long call, or else before the first seal."""
         if self.looked:
             return
         pages, T = self.store.page_store, k.shape[2]
-        enough = min(format_check.LEAST, 2 * pages.page_size)  # a shorter call seals none of its own
+        enough = min(format_check.LEAST, 2 * pages.page_size)  # shorter calls seal none of their own tokens
         sealing = base + T > pages.sinks + pages.page_size + pages.residual_length and not pages.direct
         if enough <= T or sealing:
             if enough > T:
                 start = self.start_of(base)
                 k, own = self.store.dense(start)[0], self.store.real()[:, start:]
-            if own is not None:  # of the row that has most
+            if own is not None:  # the row with the most tokens
                 b = int(own.sum(1).argmax())
                 k = k[b : b + 1, :, own[b]]
             self.looked = self.forward_pass.look(self.store, k)
@@ -132,8 +129,8 @@ class PagedLayer(
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes k [B, H, T, Dk] and v [B, H, T, Dv]. With the kvcompress attention stages them and returns the
-        layer's K and V as LazyKV; with any other attention stores them and returns dense K and V."""
+        """Takes k [B, H, T, Dk] and v [B, H, T, Dv]. With the kvcompress attention, stages them and returns the layer's
+        K and V as LazyKV; with any other attention, stores them and returns dense K and V."""
         if self.staged is not None:
             self.commit()
         if not self.is_initialized or not self.store.page_store.table.seen:
@@ -163,8 +160,8 @@ class PagedLayer(
         return pair
 
     def _lazy_pair(self, block: Block, T: int) -> tuple[LazyKV, LazyKV]:
-        """`lazy_pair` of a block of T tokens. The layers of a pass need the same shapes, so pairs for several layers
-        are made at once: one after the other, the code that makes them would leave the CPU's caches in between."""
+        """`lazy_pair` of a block of T tokens. Layers of a pass need equal shapes, so pairs for several layers are
+        created at once, while the code that creates them is in the CPU's caches."""
         store, coming = self.store.page_store, self.forward_pass
         shape = (store.table.batch, store.num_kv_heads, block.base - block.start + T)
         kind = (shape, (store.head_dim, store.value_dim), store.dtype, store.device)
@@ -176,22 +173,22 @@ class PagedLayer(
         return pair
 
     def _outside(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends, for attention of another kind: K, V of what is kept, in order, then k and v (`get_mask_sizes`)."""
+        """Appends for another attention implementation. Returns dense K, V: kept tokens in order, then k and v."""
         evict: Any = self.store.eviction
         many = evict.policy.uneven and k.shape[1] > 1
         if evict.policy.needs_attention or evict.policy.window or k.shape[0] > 1 or many:
-            what = "in a batch (pads would be seen)" if k.shape[0] > 1 else "that looks at attention"
+            what = "in a batch (padding would be visible)" if k.shape[0] > 1 else "that uses attention"
             what = "whose heads keep different numbers of tokens" if many else what
             raise ValueError(
-                f"KVCache: expected the kvcompress attention for a policy {what}, got another; kvcompress.enable(model)"
+                f"KVCache: expected kvcompress attention for a policy {what}, got another; call enable(model)"
             )
         old = evict.in_order()
         self.store.append(k, v)
         return torch.cat([old[0], k], 2), torch.cat([old[1], v], 2)
 
     def after_append(self, base: int) -> None:
-        """The tokens of a pass that began at slot `base` are stored. A first pass, undone by forgetting all, evicts at
-        once, layer by layer; others when no layer can fail any more."""
+        """The tokens of a pass that began at slot `base` are stored. A first pass, which is reverted by a reset, evicts
+        layer by layer; later ones evict when no layer can fail any more."""
         if base == 0:
             self.evict()
         self.forward_pass.done()
@@ -201,12 +198,12 @@ class PagedLayer(
             evict.evict_or_defer()
 
     def evict_deferred(self) -> None:
-        """An eviction that found no memory after the last call comes before anybody asks what is kept."""
+        """Runs an eviction that ran out of memory after the last call, before the kept tokens are read."""
         if self.is_initialized and self.store.eviction:
             self.store.eviction.evict_deferred()
 
     def offload_pages(self, prefetcher: Prefetcher | None) -> None:
-        """Sends the oldest pages to another tier, if the cache has one."""
+        """Offloads the oldest pages, if the cache uses tiers."""
         if prefetcher is not None and self.is_initialized:
             if self.store.offload is None:
                 self.store.attach(LayerOffload(self.store.page_store, prefetcher))
@@ -214,8 +211,8 @@ class PagedLayer(
             self.store.offload.offload_oldest()
 
     def commit(self, own: torch.Tensor | None = None, dense: bool = False) -> Any:
-        """Stores the staged block, if there is one; returns K, V of all slots if `dense`. own: bool [B, T],
-        False at pads; all real if None."""
+        """Stores the staged block, if any; returns K, V of all slots if `dense`. own: bool [B, T], False at padding;
+        None: no padding."""
         block, pair = self.staged, None
         if block is not None:
             self.staged = None
@@ -232,11 +229,11 @@ class PagedLayer(
         return pair
 
     def start_of(self, seen: int) -> int:
-        """First slot of what attention elsewhere gets of `seen` slots."""
+        """First slot of the dense K and V of `seen` slots."""
         return 0
 
     def changed(self) -> None:
-        """What is stored is other than before."""
+        """Called when the stored tokens have changed."""
         self.stamp += 1
 
     def moved(self) -> None:  # elsewhere
@@ -248,15 +245,15 @@ class PagedLayer(
         self.after_append(block.base)
 
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
-        """What attention of queries from slot `base` on gets for a 4D mask."""
+        """The mask for attention of queries from slot `base` on, from a 4D mask."""
         return mask.padding if isinstance(mask, masks.WindowMask) and not mask.window else mask
 
     def attend(
         self, block: Block, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
     ) -> torch.Tensor | None:
-        """Appends `block`, if it is staged here, and attends, in one op: out [B, T, Hq, Dv]. mask: bool
-        [B, seen + T] by slot. None, and nothing done, if the mask hides stored tokens, which the op does not take. Who
-        calls it takes the pass back if it fails."""
+        """Appends `block`, if it is staged, and attends, in one op: out [B, T, Hq, Dv]. mask: bool [B, seen + T] by
+        slot. Returns None and does nothing if the mask hides stored tokens, which the op does not support. If it
+        raises, the caller rolls the pass back."""
         if self.staged is not block:
             return attend_stored(self, block, query, mask, **options)
         own = None
@@ -272,7 +269,7 @@ class PagedLayer(
         return out
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None) -> None:
-        """Stores K and V [B, H, T, D] of another cache in this empty layer. own: bool [B, T], False at pads."""
+        """Stores K and V [B, H, T, D] of another cache in this empty layer. own: bool [B, T], False at padding."""
         keys, values = (x.detach().contiguous() for x in (keys, values))
         self.lazy_initialization(keys, values)
         self.store.append(keys, values, own)
@@ -288,12 +285,12 @@ class PagedLayer(
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Dense K [B, H, seen, Dk], decoded anew at every read."""
+        """Dense K [B, H, seen, Dk], decoded at every access."""
         return self._dense(0)
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Dense V [B, H, seen, Dv], decoded anew at every read."""
+        """Dense V [B, H, seen, Dv], decoded at every access."""
         return self._dense(1)
 
     @property
@@ -337,7 +334,7 @@ class PagedLayer(
             self.forget(max(0, self.store.seen + tokens_to_remove))
 
     def forget(self, seen: int) -> None:
-        """Keeps the first `seen` slots of what is stored."""
+        """Keeps the first `seen` slots."""
         if self.is_initialized and seen < self.store.seen:
             self.change("crop", seen)
 
@@ -355,26 +352,26 @@ class PagedLayer(
         self.change("reset")
 
     def activate_past_recording(self) -> None:
-        """What `crop` needs is always there. ValueError where attention elsewhere could not go on after it."""
+        """Prepares for `crop` of draft tokens. Raises ValueError if another attention could not continue after one."""
         policy, configs = self.options["policy"], self.forward_pass.config.per_layer_config  # heads may differ
         heads = max(getattr(config, "num_key_value_heads", None) or 2 for config in configs)
         one = heads * self.options.get("layer", (0, 1))[1] == 1
         if policy is not None and policy.heads == "each" and not one and not self.forward_pass.fused:
             raise ValueError(
                 f"KVCache: expected the kvcompress attention for drafts with {policy!r}, got another: a crop leaves "
-                "heads and layers with different numbers of tokens; kvcompress.enable(model)"
+                "heads and layers with different numbers of tokens; call kvcompress.enable(model)"
             )
         self.recording = True
 
     def offload(self) -> None:
         raise NotImplementedError(
-            "KVCache: expected the cache where the model is; see KVCache.use_tiers for pages that wait elsewhere"
+            "KVCache: offload(): expected a cache on the model's device; use KVCache.use_tiers to offload pages"
         )
 
     prefetch = offload
 
     def clone(self, forward_pass: ForwardPass) -> PagedLayer:
-        """A copy for another cache; pages are shared until one of them writes."""
+        """A copy for another cache; both share pages until one of them writes (copy-on-write)."""
         self.commit()
         twin = self._twin(forward_pass)
         twin.recording = self.recording
@@ -385,7 +382,7 @@ class PagedLayer(
         return twin
 
     def _twin(self, forward_pass: ForwardPass) -> PagedLayer:
-        """An empty layer of this kind for another cache."""
+        """An empty layer of the same class for another cache."""
         return type(self)(forward_pass, self.options)
 
     def __repr__(self) -> str:
@@ -393,12 +390,12 @@ class PagedLayer(
 
 
 def paged_layers(cache: Cache) -> list[PagedLayer]:
-    """The paged ones of a cache."""
+    """The paged layers of a cache."""
     return [layer for layer in cache.layers if isinstance(layer, PagedLayer)]
 
 
 def committed_layers(cache: Cache) -> list[PagedLayer]:
-    """Those that have seen tokens, with nothing staged."""
+    """The paged layers that have seen tokens, after committing staged blocks."""
     paged = [layer for layer in paged_layers(cache) if layer.is_initialized]
     for layer in paged:
         layer.commit()

@@ -1,4 +1,4 @@
-"""What each layer of a model's cache is made with, from the arguments of KVCache and from the model's config."""
+"""Options of each layer of a cache, from the arguments of KVCache and the model's config."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..quantization.mixed_precision import Spans, by_layer, guard_rails, rope_pa
 from .configs import chosen, head_dims
 
 _CHUNKED = {"sliding_attention": False, "chunked_attention": True}
-_PAGES = 8  # to a window, at least: a page leaves as a whole
+_PAGES = 8  # minimum number of pages per window, since only whole pages are freed
 
 
 class LayerOptions(NamedTuple):
-    """own: transformers' layer of this kind, and its arguments. paged: arguments of PagedKV, None where the layer stays
-    transformers' own. dims: Dk and Dv of a paged layer. most: slots that an indexed one can have."""
+    """own: transformers' class for this layer type, and its arguments. paged: arguments of PagedKV, or None if the
+    layer keeps transformers' class. dims: Dk and Dv of a paged layer. max_slots: limit of an indexed layer, or 0."""
 
     own: tuple[Any, dict[str, Any]]
     paged: dict[str, Any] | None = None
@@ -33,15 +33,15 @@ class LayerOptions(NamedTuple):
 
 
 def has_window(kind: str, given: Mapping[str, Any]) -> bool:
-    """Can a layer of transformers' kind, `given` the arguments of its own, free its old pages? Chunks must be made of
-    tiles."""
+    """True if a layer type of transformers has a window whose old pages can be freed. given: arguments of transformers'
+    layer; chunks must be a multiple of 16 tokens."""
     window = given.get("sliding_window") or 0
     return kind in _CHUNKED and window > 1 and not (_CHUNKED[kind] and window % 16)
 
 
 def is_paged(kind: str, given: Mapping[str, Any], layer: Any, fixed: bool = False) -> bool:
-    """Does a KVCache page a layer of transformers' kind? given: the arguments of its own; layer: its config; fixed: the
-    cache has a length, in which no layer chooses tokens."""
+    """True if a KVCache uses a paged layer for this layer type. given: arguments of transformers' layer; layer: its
+    config; fixed: the cache has a `max_length`, which does not support indexers."""
     if kind == "indexed_attention":
         return bool(chosen(layer)) and not fixed
     return kind == "full_attention" or has_window(kind, given)
@@ -50,8 +50,8 @@ def is_paged(kind: str, given: Mapping[str, Any], layer: Any, fixed: bool = Fals
 def window_options(
     options: Mapping[str, Any], own: Mapping[str, Any], kind: str, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of PagedKV for such a layer: `options`, but sinks, spans and policies only where its `own` name
-    them (PagedKV then says no), and pages that fit the window."""
+    """The arguments of PagedKV for a layer with a window: `options` with a page size that fits the window, and sinks,
+    spans and policy only if `own` sets them, for which PagedKV then raises."""
     window, chunked, size = given["sliding_window"], _CHUNKED[kind], options["page_size"]
     for size in range(min(size, max(16, window // _PAGES // 16 * 16)), 15, -16):  # noqa: B020
         if not chunked or window % size == 0:
@@ -69,8 +69,8 @@ def layer_options(
     max_length: int | None,
     calibration: Calibration | None = None,
 ) -> list[LayerOptions]:
-    """For each layer of the model of `text`. common: arguments of PagedKV that all layers have, `group` among them;
-    the others as of KVCache. Raises ValueError as KVCache does."""
+    """LayerOptions of each layer of the model with config `text`. common: arguments of PagedKV (and `group`) for all
+    layers; other arguments as of KVCache. Raises ValueError as KVCache."""
     types, kwargs = get_layer_types_and_kwargs(text)
     mapping = DYNAMIC_LAYER_TYPE_MAPPING if max_length is None else STATIC_LAYER_TYPE_MAPPING
     fixed = {} if max_length is None else {"max_cache_len": max_length}
@@ -78,14 +78,14 @@ def layer_options(
         raise ValueError(f"KVCache: config: expected layer types out of {sorted(mapping)}, got {unknown}")
     if set(types) == {"linear_attention"}:
         raise ValueError(
-            f"KVCache: expected a model with attention layers, got {type(text).__name__}, which has none: there is "
+            f"KVCache: expected a model with attention layers, got {type(text).__name__}, which has none, so there is "
             "nothing to compress; call generate without past_key_values"
         )
     configs, n = text.per_layer_config, len(types)
     ours = [i for i in range(n) if is_paged(types[i], kwargs[i], configs[i], max_length is not None)]
     full = [i for i in ours if types[i] not in _CHUNKED]
     named = by_layer(per_layer, ours) if per_layer is not None else {}
-    images = getattr(text, "cross_attention_layers", None) or ()  # Mllama's, which hold what images are, not tokens
+    images = getattr(text, "cross_attention_layers", None) or ()  # Mllama's, which cache images instead of tokens
     found = []
     for i, (kind, given) in enumerate(zip(types, kwargs, strict=True)):
         own = (mapping[kind], {**fixed, **given})
@@ -108,7 +108,7 @@ def layer_options(
 
 
 def _basis(options: Mapping[str, Any], index: int, calibration: Calibration | None) -> Basis | None:
-    """That of a layer, for its formats. ValueError for a format that wants calibrated rows, in a layer without them."""
+    """The basis of a layer, for its formats. Raises ValueError if a format requires one and the layer has none."""
     spans, policy = options["spans"], options["policy"]
     pairs = [(options["key"], options["value"] or options["key"])]
     pairs += [*(Spans(spans).formats() if spans is not None else ()), *(policy.ladder if policy else ())]
@@ -116,8 +116,8 @@ def _basis(options: Mapping[str, Any], index: int, calibration: Calibration | No
     found = calibration.basis(index, (not uneven[0], not uneven[1])) if calibration else None
     if found is None and (alone := sorted(uneven[0] | uneven[1])):
         raise ValueError(
-            f"KVCache: format {alone[0]}: expected calibration=FILE that knows layer {index}, got none: "
-            "`kvcompress calibrate MODEL --text FILE -o model.kvcal` writes it; only full-attention layers have one"
+            f"KVCache: format {alone[0]}: expected calibration= with layer {index}, got none; write the file with "
+            "`kvcompress calibrate MODEL --text FILE -o model.kvcal` (full-attention layers only)"
         )
     return found
 
@@ -125,14 +125,14 @@ def _basis(options: Mapping[str, Any], index: int, calibration: Calibration | No
 def _of_model(
     text: PreTrainedConfig, index: int, options: dict[str, Any], own: Any, value_named: bool, max_length: int | None
 ) -> LayerOptions:
-    """A paged layer's options with what the model's config says: latents, head dims, rotary frequencies."""
+    """A paged layer's options with those from the model's config: latents, head dims, RoPE frequencies."""
     config = text.per_layer_config[index]  # dims may differ (Gemma 4); text.head_dim then raises
     options["latent"] = bool(getattr(config, "kv_lora_rank", None))
     if options["latent"] and not value_named:
         options = rope_part(options)
     dims, policy = head_dims(config), options["policy"]
     if policy is not None and max_length is not None:
-        raise ValueError(f"KVCache: expected no policy with max_length, got {policy!r}; leave one of the two out")
+        raise ValueError(f"KVCache: expected no policy with max_length, got {policy!r}; omit one of the two")
     if policy is not None and (policy.positions == "cache" or policy.needs_rope) and not options["latent"]:
         options["rope"] = frequencies(text, dims[0])
     return LayerOptions(own, options, dims)

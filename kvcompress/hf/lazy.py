@@ -1,4 +1,4 @@
-"""Lazy: a tensor that is not yet computed; LazyKV: K or V of a layer, which a cache hands to the attention function."""
+"""Lazy: a tensor that is not computed yet. LazyKV: K or V of a layer, returned by `update` for the attention."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_map
 
 
 class Lazy(torch.Tensor):
-    """Who knows the class takes what it needs out of its attributes. Any other operation computes the values (`dense`)
-    and goes on with them, so code that knows nothing of it still computes the right thing."""
+    """A tensor that is not computed yet. Code that knows the class reads its attributes; any other operation computes
+    the values (`dense`) first, so that other code gets correct results."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -23,7 +23,7 @@ class Lazy(torch.Tensor):
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, device: Any, **attributes: Any) -> Any:
-        """One of that shape that knows the attributes."""
+        """A lazy tensor of this shape with the given attributes."""
         made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         made.__dict__.update(attributes)
         return made
@@ -34,14 +34,14 @@ class Lazy(torch.Tensor):
 
 
 def dense(x: Any) -> Any:
-    """The values of what is lazy; anything else as it is."""
+    """The values of a lazy tensor; anything else unchanged."""
     return x.dense() if isinstance(x, Lazy) else x
 
 
 class LazyKV(Lazy):
-    """What `update()` hands to the attention function: K or V of a layer, [B, H, seen + T, D] (or the slots of its
-    window), not yet computed. The kvcompress attention function takes the layer out of it; whatever else uses it stores
-    the new tokens and decodes the layer.
+    """The result of `update()`: K or V of a layer, [B, H, seen + T, D] (or the slots of its window), not computed yet.
+    The kvcompress attention function reads the layer from it; any other use stores the new tokens and decodes the
+    layer.
     """
 
     block: Any  # see .layer.Block
@@ -53,11 +53,11 @@ class LazyKV(Lazy):
         return tuple(cls.of((*shape, dim), dtype, device, side=side, **block) for side, dim in enumerate(dims))
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor | None:
-        """See PagedLayer.attend; of the K that the attention function got."""
+        """`PagedLayer.attend` of the block; called on the K that the attention function receives."""
         return self.block.layer.attend(self.block, query, mask, **options)
 
     def dense(self) -> torch.Tensor:
-        """The dense values, own tokens exact."""
+        """The dense values; the new tokens are exact."""
         return self.block.dense_pair()[self.side]
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -65,6 +65,6 @@ class LazyKV(Lazy):
 
 
 def lazy_pair(block: Any, cls: type[LazyKV] = LazyKV, dims: tuple[int, int] | None = None) -> Any:
-    """Lazy K and V of a block of new tokens, with the dims of its k and v, or `dims`."""
+    """Lazy K and V of a block of new tokens. dims: Dk and Dv, if other than those of its k and v."""
     k, slots = block.k, block.base - block.start + block.k.shape[2]
     return cls.pair((*k.shape[:2], slots), dims or (k.shape[3], block.v.shape[3]), k.dtype, k.device, block=block)

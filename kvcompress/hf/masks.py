@@ -1,4 +1,4 @@
-"""Masks of windows: what transformers makes a [B, 1, q, kv] tensor of, said in a few words."""
+"""Masks of sliding windows and chunks, as parameters instead of [B, 1, q, kv] tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .lazy import Lazy, dense
 
 
 class WindowMask(Lazy):
-    """A mask [B, 1, q, kv] of a sliding window or of chunks, or causal (window 0), not yet computed.
+    """A mask [B, 1, q, kv] of a sliding window or of chunks, or causal (window 0), not computed yet.
 
-    Our attention function takes padding (bool [B, slots], None without pads), window and chunked out of it. make:
+    The kvcompress attention function reads padding (bool [B, slots], or None), window and chunked from it. make:
     computes the mask.
     """
 
@@ -31,8 +31,8 @@ class WindowMask(Lazy):
 
 
 def of_chosen(mask: torch.Tensor | None, indices: torch.Tensor, slots: int) -> torch.Tensor:
-    """[B, 1, q, slots], of the mask's dtype: what of the slots `indices` [B, q, n] (below 0: none), which an indexer
-    has chosen, a mask [B, 1, q, slots] (bool, or what is added to scores) lets queries see; without one all of them."""
+    """The mask [B, 1, q, slots] (bool or additive; None: all visible) restricted to the slots `indices` [B, q, n] that
+    an indexer has selected (negative: none). Returns the mask's dtype."""
     at = torch.where(indices < 0, slots, indices).long()
     chosen = at.new_zeros(*at.shape[:2], slots + 1, dtype=torch.bool).scatter_(-1, at, True)[:, None, :, :slots]
     if mask is None:
@@ -42,7 +42,7 @@ def of_chosen(mask: torch.Tensor | None, indices: torch.Tensor, slots: int) -> t
 
 
 def _closure(function: Callable, name: str) -> dict[str, Any] | None:
-    """What a function that `name` of transformers.masking_utils has made was given."""
+    """The arguments of `name` of transformers.masking_utils that created a function; None if it did not."""
     made = getattr(function, "__qualname__", "").startswith(f"{name}.<locals>.")
     if not made or function.__module__ != causal_mask_function.__module__:
         return None
@@ -51,8 +51,8 @@ def _closure(function: Callable, name: str) -> dict[str, Any] | None:
 
 
 def window_of(mask_function: Callable) -> tuple[int, bool] | None:
-    """(window, chunked?) of a mask function of transformers that is a sliding window, or chunks, and causal, and
-    nothing else; None for any other."""
+    """(window, chunked) of a mask function of transformers that is a causal sliding window or causal chunks and nothing
+    else; None for any other."""
     parts = (_closure(mask_function, "and_masks") or {}).get("mask_functions", ())
     if len(parts) != 2 or parts[1] is not causal_mask_function:
         return None

@@ -1,4 +1,4 @@
-"""Where a model keeps its attention."""
+"""Finding the attention modules of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .configs import text_config
 
 
 def attention_by_layer(model: torch.nn.Module) -> dict[int, list[Any]]:
-    """Of each layer index the self-attentions with separate q_proj and k_proj: one, or more where a model has several
+    """The self-attention modules with separate q_proj and k_proj for each layer index; several if a model has several
     stacks of layers."""
     found = defaultdict(list)
     for module in model.modules():
@@ -23,7 +23,7 @@ def attention_by_layer(model: torch.nn.Module) -> dict[int, list[Any]]:
 
 
 def attention_modules(model: PreTrainedModel) -> list[tuple[int, Any]]:
-    """(layer index, module) of every self-attention with separate q_proj and k_proj, in the order of the layers.
+    """(layer index, module) of all self-attention modules with separate q_proj and k_proj, in layer order.
 
     Raises ValueError if there is none.
     """
@@ -31,12 +31,12 @@ def attention_modules(model: PreTrainedModel) -> list[tuple[int, Any]]:
     if not found:
         raise ValueError(
             f"expected attention layers with q_proj, k_proj and v_proj, got none in {type(model).__name__} "
-            "(fused projections are not looked into)"
+            "(fused projections are not supported)"
         )
     return sorted(found.items())
 
 
 def paged_attention_modules(model: PreTrainedModel) -> list[Any]:
-    """The modules of the layers that a KVCache pages: those with full attention, in order."""
+    """The attention modules of the full-attention layers, which a KVCache pages, in order."""
     types = getattr(text_config(model.config), "layer_types", None)
     return [module for index, module in attention_modules(model) if types is None or types[index] == "full_attention"]

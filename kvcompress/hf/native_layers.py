@@ -1,4 +1,4 @@
-"""Layers of a KVCache that are transformers' own: what they hold, and their rows."""
+"""Layers of a KVCache that are transformers' own classes: their size, rows and states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 
 def tensors(x: Any) -> Iterator[torch.Tensor]:
-    """All tensors in x, a nest of dicts and lists."""
+    """All tensors in nested dicts and lists."""
     if isinstance(x, torch.Tensor):
         yield x
     elif isinstance(x, dict):
@@ -23,27 +23,27 @@ def tensors(x: Any) -> Iterator[torch.Tensor]:
 
 
 def held(layer: Any) -> tuple[int, int]:
-    """(bytes held, bytes of the elements)."""
+    """(bytes of memory, bytes of the elements) of a layer."""
     found = [t for t in tensors(layer.__dict__) if t.dim() > 1]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
     return sum(storages.values()), sum(t.nbytes for t in found)
 
 
 def has_states(layer: Any) -> bool:
-    """Does it hold states of linear attention or of convolutions?"""
+    """True if the layer has states of linear attention or convolutions."""
     known = isinstance(layer, LinearAttentionCacheLayerMixin)
     return known and any([*layer.is_conv_states_initialized.values(), *layer.is_recurrent_states_initialized.values()])
 
 
 def forget_states(layer: LinearAttentionCacheLayerMixin) -> None:
-    """Empties a layer of states; the next call may have another batch."""
+    """Removes all states of a layer; the next call may have another batch size."""
     layer.reset()
     for known in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
         known.update(dict.fromkeys(known, False))
 
 
 def move(layer: Any, device: torch.device) -> None:
-    """The tensors of a layer to a device."""
+    """Moves the tensors of a layer to a device."""
 
     def there(x: Any) -> Any:
         if isinstance(x, dict):
@@ -58,14 +58,14 @@ def move(layer: Any, device: torch.device) -> None:
 
 
 def put_back(layer: Any, before: dict[str, Any]) -> None:
-    """The layer has the attributes `before` again, and no others."""
+    """Restores exactly the attributes `before` of a layer."""
     layer.__dict__.clear()
     layer.__dict__.update(before)
 
 
 @contextlib.contextmanager
 def whole(layers: Sequence[Any]) -> Iterator[None]:
-    """After an error the layers have the tensors that they had before."""
+    """Context manager: restores the tensors of the layers after an error."""
     before = [{name: dict(x) if isinstance(x, dict) else x for name, x in y.__dict__.items()} for y in layers]
     try:
         yield
@@ -76,7 +76,8 @@ def whole(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def change_rows(layer: Any, method: str, argument: Any) -> None:
-    """`method`: reorder_cache, batch_select_indices or batch_repeat_interleave. Layers of states have but the first."""
+    """Calls `method`: reorder_cache, batch_select_indices or batch_repeat_interleave. Layers with states have only the
+    first."""
     if hasattr(layer, method):
         getattr(layer, method)(argument)
     elif isinstance(layer, LinearAttentionCacheLayerMixin) and layer.device is not None:

@@ -1,6 +1,6 @@
-"""Caches as files: `.kvc` is a safetensors file; see docs/memory.md for what is in it.
+"""Saving and loading caches: a `.kvc` file is a safetensors file; docs/memory.md describes its contents.
 
-Numbers and JSON, never pickle. What is read is checked against what the cache's own options say before it is used.
+Only numbers and JSON, no pickle. Everything read is checked against the options of the cache before it is used.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from .configs import head_dims
 from .forward_pass import LayeredCache
 from .layer import PagedLayer
 
-KIND, VERSION, CALIBRATED = "kvcompress cache", "1", "2"  # those before knew no calibration
+KIND, VERSION, CALIBRATED = "kvcompress cache", "1", "2"  # version 2 added calibrations
 _NAMES = {
     "uint8": "U8", "int32": "I32", "int64": "I64", "float32": "F32", "float64": "F64", "float16": "F16",
     "bfloat16": "BF16", "bool": "BOOL",
 }  # fmt: skip
-# What a file may bring of each however short it is: a Python object is many times as long as its text.
+# Limits for files of any size: Python objects are many times as large as their text.
 _HEADER, _VALUES = 1 << 16, 1 << 10
-# Caches that are suspended to files, by path: nobody else may write there.
+# Caches that are suspended to files, by path, which must not be overwritten.
 WAITING: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.float16, torch.bfloat16)}
 
 
 def options_of(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of KVCache as they were before JSON (where numbers of layers are strings), those of version 0.1 under
-    their names of today."""
+    """Arguments of KVCache from JSON (where layer numbers are strings), with names of version 0.1 replaced."""
     options = dict(plain)
     if "recent" in options or "residual" in options:  # 0.1 had two names
         recent, residual = options.pop("recent", 0), options.pop("residual", None)
@@ -59,7 +58,7 @@ def options_of(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Part:
-    """A tensor of a file: its bytes, or a function that makes them when it is their turn."""
+    """A tensor to write to a file; `data` returns its bytes when they are written."""
 
     def __init__(self, dtype: str, shape: tuple[int, ...], size: int, data: Callable[[], np.ndarray]) -> None:
         self.dtype, self.shape, self.size, self.data = dtype, shape, size, data
@@ -79,13 +78,13 @@ class Part:
 
 
 def _write(path: Path, about: dict[str, str], parts: dict[str, Part]) -> None:
-    """A safetensors file, whole or not at all: a new one takes the old one's place when it is on the disk."""
+    """Writes a safetensors file, atomically."""
     at, header = 0, {"__metadata__": about}
     for name, part in parts.items():
         header[name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [at, at + part.size]}  # type: ignore[dict-item]
         at += part.size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % 64)  # pages begin on 64 bytes, for whoever maps the file
+    text += b" " * (-(len(text) + 8) % 64)  # aligns pages to 64 bytes, for mapping the file
     with files.replacing(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for part in parts.values():
@@ -93,7 +92,7 @@ def _write(path: Path, about: dict[str, str], parts: dict[str, Part]) -> None:
 
 
 def _digest(about: dict[str, str], parts: Iterator[tuple[str, bytes]]) -> bytes:
-    """SHA-256 of all but the pages, which have checksums among the parts."""
+    """SHA-256 of everything except pages, whose checksums are included."""
     digest = hashlib.sha256()
     for name, data in [("", json.dumps(about, sort_keys=True).encode()), *parts]:
         digest.update(len(name).to_bytes(8, "little") + name.encode() + len(data).to_bytes(8, "little") + data)
@@ -101,24 +100,24 @@ def _digest(about: dict[str, str], parts: Iterator[tuple[str, bytes]]) -> bytes:
 
 
 def tokens_hash(tokens: Any) -> str:
-    """SHA-256 of token ids as little-endian int64, row after row."""
+    """SHA-256 of token ids as little-endian int64, row by row."""
     ids = torch.atleast_2d(checks.as_tensor(tokens)).cpu()
     return hashlib.sha256(str(list(ids.shape)).encode() + ids.numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def model_hash(config: Any) -> str:
-    """SHA-256 of a model's config, without where it lies."""
+    """SHA-256 of a model's config, without its path."""
     left_out = ("transformers_version", "use_cache", "_name_or_path", "dtype", "architectures")
     known = {name: x for name, x in config.to_dict().items() if name not in left_out}
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def check_model(calibration: Calibration, config: Any) -> None:
-    """ValueError unless it was measured on a model of `config`, the decoder's part."""
+    """Raises ValueError unless the calibration was measured on a model with this (decoder) config."""
     if calibration.model != model_hash(config):
         raise ValueError(
-            f"KVCache: calibration: expected one of this model, got {calibration.path or 'one'} of another (its config "
-            "differs): run `kvcompress calibrate` for this model"
+            f"KVCache: calibration: expected one of this model, got {calibration.path or 'one'} of another model (its "
+            "config differs); run `kvcompress calibrate` for this model"
         )
 
 
@@ -136,24 +135,24 @@ def _about(cache: LayeredCache, layers: list[dict[str, Any]], tokens: Any) -> di
 
 
 def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) -> bytes:
-    """See KVCache.save. Returns the digest that seals the file."""
+    """See KVCache.save. Returns the digest of the file."""
     path = checks.path("KVCache: save", path)
     waits = WAITING.get(os.path.realpath(path))
     if waits is not None and waits.suspended is not None:
-        raise ValueError(f"KVCache: save: expected a path of its own, got {path}, where a suspended cache waits")
+        raise ValueError(f"KVCache: save: expected another path, got {path}, which a suspended cache uses")
     if tokens is not None and (ids := checks.as_tensor(tokens)).shape[-1:] != (seen := cache.get_seq_length(),):
-        raise ValueError(f"KVCache: save: tokens: expected the {seen} that it has seen, got {list(ids.shape)}")
+        raise ValueError(f"KVCache: save: tokens: expected the {seen} tokens of the cache, got {list(ids.shape)}")
     pages: dict[str, Part] = {}
     small: dict[str, Part] = {}
     layers: list[dict[str, Any]] = []
-    sums: dict[int, np.ndarray] = {}  # checksums of pages, known when they are written: before all that follows
+    sums: dict[int, np.ndarray] = {}  # checksums of pages, known once the pages are written, before the other parts
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, PagedLayer):
             layers.append(_save_other(index, layer, small))
             continue
         if layer.options.get("group") is not None:
             raise ValueError(
-                "KVCache: save: expected all tokens on this rank, got a cache that a group shares; save dense K, V"
+                "KVCache: save: expected all tokens on this rank, got a sharded cache (group=); save dense K, V"
             )
         layer.commit()
         layer.evict_deferred()
@@ -193,7 +192,8 @@ def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) 
 
 
 def _pages(store: PageStore, pieces: np.ndarray, index: int, sums: dict[int, np.ndarray]) -> Callable[[], np.ndarray]:
-    """Gathers a layer's pages when they are written (one layer's are in memory twice) and notes their checksum."""
+    """A function that gathers a layer's pages when they are written (so that only one layer is in memory twice), and
+    records their checksum."""
 
     def gathered() -> np.ndarray:
         memory, checksum = serialize.gather(store, pieces)
@@ -204,10 +204,10 @@ def _pages(store: PageStore, pieces: np.ndarray, index: int, sums: dict[int, np.
 
 
 def _save_other(index: int, layer: Any, small: dict[str, Part]) -> dict[str, Any]:
-    """A layer of transformers' own: its tensors K and V, and its numbers."""
+    """A layer of transformers: its tensors K and V, and its numbers."""
     kind = type(layer).__name__
     empty = getattr(layer, "keys", None) is None and not getattr(layer, "is_initialized", False)
-    if empty or kind == "DummyLayer":  # by name: the oldest transformers have no such class
+    if empty or kind == "DummyLayer":  # by name: older transformers do not have this class
         return {"kind": kind}
     if not isinstance(getattr(layer, "keys", None), torch.Tensor) or not hasattr(layer, "cumulative_length"):
         raise ValueError(f"KVCache: save: expected paged or sliding layers, got a {kind} at {index}")
@@ -219,21 +219,21 @@ def _save_other(index: int, layer: Any, small: dict[str, Part]) -> dict[str, Any
 
 
 class Reader:
-    """A `.kvc` file: all but its pages copied, then checked, so that nobody changes what has passed; pages stay mapped
-    until they are copied to a pool, with their checksum. Raises OSError if it cannot be read, ValueError
-    if it is none, or damaged."""
+    """A `.kvc` file. Everything except pages is copied before it is checked, so that it cannot change afterwards; pages
+    stay mapped until they are copied to a pool and their checksum is verified. Raises OSError if the file cannot be
+    read, ValueError if it is invalid or damaged."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path = checks.path("KVCache: load", path)
         with open(path, "rb") as whole:
             self.size = size = os.fstat(whole.fileno()).st_size
             header = int.from_bytes(whole.read(8), "little")
-        if _HEADER + size // 8 < header <= size:  # what is made of it is several times as long
+        if _HEADER + size // 8 < header <= size:  # the parsed header is several times as large
             raise self.refuse(f"a header of {header} bytes in a file of {size}")
         with files.safetensors(path, self.refuse) as file:
             self.about: dict[str, str] = file.metadata() or {}
             if self.about.get("kind") != KIND:
-                raise self.refuse("a file of something else")
+                raise self.refuse("a file of another kind")
             if self.about.get("version") not in (VERSION, CALIBRATED):
                 raise self.refuse(f"version {self.about.get('version')}; this kvcompress reads up to {CALIBRATED}")
             values = sum(x.count(mark) for x in self.about.values() for mark in "[{,")
@@ -248,7 +248,7 @@ class Reader:
         data = ((name, x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for name, x in small)
         self.seal = _digest(self.about, data)
         if seal.dtype != torch.uint8 or seal.numpy().tobytes() != self.seal:
-            raise self.refuse("a damaged one (its digest does not fit)")
+            raise self.refuse("a damaged file (wrong digest)")
         with self._reading("damaged metadata", RecursionError):
             self.options: dict[str, Any] = json.loads(self.about["options"])
             self.layers: list[dict[str, Any]] = json.loads(self.about["layers"])
@@ -256,10 +256,10 @@ class Reader:
                 raise TypeError("options and layers")
 
     def check_slots(self, most: int, max_length: int | None) -> None:
-        """ValueError where the file speaks of more than `most` slots, and brings fewer tokens: numbers cost a file
-        nothing, but what is made of them has their length."""
+        """Raises ValueError if the file claims more than `most` slots but stores fewer tokens: a small file could
+        otherwise cause large allocations."""
         with self._reading("damaged metadata", RuntimeError):
-            stored = [i for i, about in enumerate(self.layers) if "heads" in about]  # whose rows `fill` looks at
+            stored = [i for i, about in enumerate(self.layers) if "heads" in about]  # `fill` checks their rows
             longest = max((int(self.parts[f"{i}.rows"][..., 0].max()) for i in stored), default=0)
             said = max([int(max_length or 0), *(int(about.get("seen", 0)) for about in self.layers)])
         if said > max(most, longest):
@@ -267,7 +267,7 @@ class Reader:
 
     @contextlib.contextmanager
     def _reading(self, what: str, more: type[Exception] = ValueError) -> Iterator[None]:
-        """Refuses `what` where reading it raises."""
+        """Context manager: errors while reading become `refuse(what)`."""
         try:
             yield
         except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError, more) as error:
@@ -278,7 +278,7 @@ class Reader:
 
     def place(self, index: int, store: PagedKV) -> None:
         """Fills the empty `store` with the pages of layer `index`. Raises MemoryError, or ValueError if they are
-        damaged or not of such a layer."""
+        damaged or do not match the layer."""
         with self._reading(f"a damaged layer {index}"):
             about, parts = self.layers[index], self.parts
             fields = [parts.get(f"{index}.{name}") for name in ("entries", "rows", "slots", "scores")]
@@ -286,7 +286,7 @@ class Reader:
             for x, dtype in zip(fields, expected, strict=True):
                 if x is not None and (x.dtype != dtype or x.dim() != 3):
                     raise ValueError(f"arrays of {x.dtype} {list(x.shape)}")
-            # What lies behind an odd number of smaller elements is not aligned.
+            # Tensors after an odd number of smaller elements are not aligned.
             entries, rows, slots, scores = (
                 None if x is None else np.require(x.numpy(), None, ["C", "A"]) for x in fields
             )
@@ -302,7 +302,7 @@ class Reader:
             )  # fmt: skip
 
     def fill(self, index: int, layer: PagedLayer) -> None:
-        """The empty layer `index` of a new cache."""
+        """Fills the empty layer `index` of a new cache."""
         about = self.layers[index]
         if "heads" not in about:
             return
@@ -312,17 +312,17 @@ class Reader:
             B, dtype = int(entries.shape[0]), _DTYPES[about["dtype"]]
             if not (0 < H <= 1 << 16 and 0 < Dk <= 1 << 12 and 0 < Dv <= 1 << 12 and 0 < B <= 1 << 24):
                 raise ValueError(f"{B} rows of {H} heads of {Dk} and {Dv}")
-            # Whoever says that there are so many rows has brought as many lengths and pages.
+            # A file that claims this many rows must contain as many lengths and pages.
             if not entries.numel() or rows.shape[0] != B or rows.numel() < 2 * B:
                 raise ValueError(f"entries {list(entries.shape)} and rows {list(rows.shape)}")
             if max(dims := head_dims(layer.forward_pass.config.per_layer_config[index])) > max(256, Dk, Dv):
-                raise ValueError(f"heads of {dims} that an older version has cut into {H} of {Dk} and {Dv}")
+                raise ValueError(f"heads of {dims} that an older version has split into {H} of {Dk} and {Dv}")
             k, v = (torch.empty(B, H, 0, D, dtype=dtype, device="cpu") for D in (Dk, Dv))
             if (layer.options.get("policy") or layer.is_sliding) and len(about["eviction"]["pads"]) != B:
                 raise ValueError(f"pads of {len(about['eviction']['pads'])} rows, pages of {B}")
-            if 256 + self.size // 1024 < B:  # each is objects of Python's sooner or later
+            if 256 + self.size // 1024 < B:  # each row needs Python objects
                 raise ValueError(f"{B} rows in {self.size} bytes")
-            if 8 * B * (layer.slots // layer.options["page_size"]) > 2 * self.size + (1 << 19):  # places of pages
+            if 8 * B * (layer.slots // layer.options["page_size"]) > 2 * self.size + (1 << 19):  # table entries
                 raise ValueError(f"{B} rows of {layer.slots} slots")
             layer.lazy_initialization(k, v)
         self.place(index, layer.store)
@@ -333,7 +333,7 @@ class Reader:
         layer.changed()
 
     def fill_other(self, index: int, layer: Any) -> None:
-        """A layer of transformers' own."""
+        """Fills layer `index`, a layer of transformers."""
         about = self.layers[index]
         if about.get("kind") != type(layer).__name__:
             raise self.refuse(

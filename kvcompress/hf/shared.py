@@ -10,8 +10,8 @@ import torch
 def attend_stored(
     layer: Any, block: Any, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
 ) -> torch.Tensor | None:
-    """Attention [B, T, Hq, Dv] over the pages of `layer`, which holds `block` already. None, and nothing done, as
-    PagedLayer.attend says, and where what the block brought is quantized already, or where tokens were evicted."""
+    """Attention [B, T, Hq, Dv] over the pages of `layer`, which has stored `block` already. Returns None and does
+    nothing as PagedLayer.attend, and if tokens of the block are already quantized, or tokens were evicted."""
     store = layer.store
     raw = not store.page_store.direct and block.k.shape[2] <= store.page_size
     if store.eviction or not raw or query.shape[2] > block.k.shape[2] or query.requires_grad:

@@ -14,15 +14,15 @@ from .lazy import dense
 
 
 class SlidingPagedLayer(PagedLayer):
-    """Keeps what its window sees, page by page. transformers' masks fit what it decodes: `window - 1` slots and the
-    call's own, as in transformers' layers of this kind."""
+    """Stores the tokens of its window, in whole pages. Decodes `window - 1` slots and those of the call, as
+    transformers' own sliding-window layers, so that transformers' masks apply."""
 
     is_sliding = True
 
     def __init__(self, forward_pass: ForwardPass, options: dict[str, Any]) -> None:
         super().__init__(forward_pass, options)
         self.window, self.chunked = options["window"], options["chunked"]
-        self.named = False  # the call that is under way says which of its tokens are pads
+        self.named = False  # whether the padding of the current call is known
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -31,7 +31,7 @@ class SlidingPagedLayer(PagedLayer):
         sliding.deferred, sliding.recording, sliding.shared = True, self.recording, self.forward_pass.reused
 
     def offload_pages(self, prefetcher: Any) -> None:
-        """A window's pages stay in the pool: there are few."""
+        """Does nothing: a window has few pages."""
 
     # ------------------------------------------------------------------ the window
 
@@ -53,7 +53,7 @@ class SlidingPagedLayer(PagedLayer):
         if mask is not None and mask.dim() == 4:
             return dense(mask), window
         if self.chunked:
-            raise ValueError("kvcompress: expected transformers' mask of a layer with chunks, got none")
+            raise ValueError("kvcompress: expected transformers' mask of a chunked-attention layer, got none")
         return mask, self.window
 
     def attend(
@@ -77,7 +77,7 @@ class SlidingPagedLayer(PagedLayer):
             self.store.sliding.end_call()
 
     def activate_past_recording(self) -> None:
-        """Nothing goes until the next `crop`."""
+        """Frees nothing until the next `crop`."""
         self.recording = True
         if self.is_initialized and self.store.sliding:
             self.store.sliding.recording = True
@@ -93,7 +93,7 @@ class SlidingPagedLayer(PagedLayer):
             self.store.sliding.release(self.store.seen)
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None, seen: int | None = None) -> None:
-        """Stores the last K and V [B, H, T, D] of `seen` slots. own: bool [B, seen], False at pads."""
+        """Stores the last K and V [B, H, T, D] of `seen` slots. own: bool [B, seen], False at padding."""
         keys, values = (x.detach().contiguous() for x in (keys, values))
         self.lazy_initialization(keys, values)
         sliding = self.store.sliding
@@ -103,7 +103,7 @@ class SlidingPagedLayer(PagedLayer):
         pads, lead = Pads(B), seen - T
         if own is not None:
             pads.append(0, own)
-        if lead:  # slots that were freed; chunks begin where they did
+        if lead:  # freed slots, so that chunks start at the same slots
             stand_in = torch.zeros(B, lead, dtype=torch.bool, device="cpu")
             for b in range(B if self.chunked else 0):
                 first = pads.first(b)

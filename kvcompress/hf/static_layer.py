@@ -1,10 +1,10 @@
 """Layers with a fixed number of slots, for `torch.compile(fullgraph=True)`.
 
-What changes from step to step is out of the graph's sight: the length is a tensor that the graph adds to, and one op a
-layer does all that `update` and attention do outside a graph. So a graph of one decode step serves every step.
+State that changes between steps is opaque to the graph: the length is a tensor that the graph increments, and one op
+per layer does what `update` and attention do outside of graphs. So one graph of a decode step serves all steps.
 
-On a GPU the graph is kernels alone: what the host does for a step it does around it (`KVCache.step`), in tensors that
-stay where they are (`kvcompress.cuda_graph`).
+On a GPU the graph contains only kernels: work on the host for a step is done around it (`KVCache.step`), in tensors at
+fixed addresses (`kvcompress.cuda_graph`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .sliding_layer import SlidingPagedLayer
 
 _LIVE: weakref.WeakValueDictionary[int, StaticPagedLayer] = weakref.WeakValueDictionary()
 _COUNT = itertools.count()
-FEW = 16  # new tokens whose attention over latents is absorbed, in a graph that serves any length
+FEW = 16  # maximum number of new tokens for weight absorption (MLA) in a graph for all lengths
 
 
 class StaticPagedLayer(PagedLayer):
-    """A paged layer that promises to hold at most `slots` slots. index: its place in the cache."""
+    """A paged layer with at most `slots` slots. index: its index in the cache."""
 
     is_compileable = True
 
@@ -43,7 +43,7 @@ class StaticPagedLayer(PagedLayer):
         self.graph_layer: CUDAGraphLayer | None = None  # on a GPU, for decode steps
         number = next(_COUNT)
         _LIVE[number] = self
-        with torch.inference_mode(False):  # both are used inside and outside of it
+        with torch.inference_mode(False):  # used inside and outside of inference mode
             self.handle, self.length = torch.tensor(number, device="cpu"), torch.tensor(0, device="cpu")
 
     def _twin(self, forward_pass: ForwardPass) -> StaticPagedLayer:
@@ -56,8 +56,8 @@ class StaticPagedLayer(PagedLayer):
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """A call from a graph, which adds to `length` itself: a compiler counts on nobody else writing to it before the
-        graph's end, and reads it as late as it likes."""
+        """Context manager for calls from a graph, which increments `length` itself: nothing else may write it before
+        the end of the graph, since a compiler may read it at any time."""
         self.in_graph = True
         try:
             yield
@@ -70,7 +70,7 @@ class StaticPagedLayer(PagedLayer):
 
     def moved(self) -> None:
         self.changed()
-        self.store.page_store.table.reserve(self.slots)  # a graph of kernels finds all that it reads where it was
+        self.store.page_store.table.reserve(self.slots)  # a graph reads fixed addresses
         self.graph_layer = CUDAGraphLayer(self.store, self.slots) if self.store.page_store.mirror else None
 
     def get_seq_length(self) -> Any:
@@ -84,7 +84,7 @@ class StaticPagedLayer(PagedLayer):
         return self.slots
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All slots for a decode step, whose mask a compiled model may get; as long as needed for a prompt."""
+        """All slots for a decode step, which may run in a compiled model; for a prompt, as many as needed."""
         fixed = torch.compiler.is_dynamo_compiling() or query_length == 1
         return (self.slots, 0) if fixed else super().get_mask_sizes(query_length)
 
@@ -102,21 +102,21 @@ class StaticPagedLayer(PagedLayer):
         return keys, values
 
     def attends(self, k: torch.Tensor | None = None) -> bool:
-        """Does attention in a graph get to know the layer? Of latents where k comes with few queries, on the CPU."""
-        here = not (self.graph_layer and self.forward_pass.reused)  # kernels in a graph append at each attention
+        """True if attention in a graph can use the layer; with latents, for calls of few tokens on the CPU."""
+        here = not (self.graph_layer and self.forward_pass.reused)  # kernels in a graph append in each attention
         if self.options["latent"]:
             here = self.graph_layer is None and k is not None and k.shape[1] == 1 and k.shape[2] <= FEW
         return here and self.forward_pass.fused
 
     def traceable(self, k: torch.Tensor) -> bool:
-        """May `update` with k be part of a graph? On a GPU within `KVCache.step`, whose tokens it takes."""
+        """True if `update` with k can be part of a graph; on a GPU only inside `KVCache.step`."""
         if self.graph_layer is None:
             return self.is_initialized or k.device.type == "cpu"
         return self.graph_layer.planned and k.shape[2] == self.graph_layer.tokens and self.attends()
 
     def traced(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`update` in a graph: under the kvcompress attention k carries the layer to it; else dense K and V of all
-        slots."""
+        """`update` in a graph: with the kvcompress attention, k carries a reference to the layer; else returns dense K
+        and V of all slots."""
         if self.graph_layer is None:
             self.length.add_(k.shape[2])
         v = attention.suited(v, k)
@@ -127,7 +127,7 @@ class StaticPagedLayer(PagedLayer):
         return self.traced_dense(k, v)
 
     def traced_dense(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dense K and V of all slots in a graph, where k and v are stored now."""
+        """Stores k and v in a graph; returns dense K and V of all slots."""
         attention.OPEN.layer = attention.OPEN.key = None
         return torch.ops.kvcompress.static_dense(k, v, self.handle, self.slots)
 
@@ -135,7 +135,7 @@ class StaticPagedLayer(PagedLayer):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
         scale: float, window: int, softcap: float, s_aux: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention in a graph, on what `traced` gave: out [B, T, Hq, Dv]. Its first one stores k and v."""
+        """Attention in a graph, on the result of `traced`: out [B, T, Hq, Dv]. The first call stores k and v."""
         stored = attention.OPEN.key is not key
         attention.OPEN.layer = attention.OPEN.key = None
         if self.graph_layer:
@@ -149,8 +149,8 @@ class StaticPagedLayer(PagedLayer):
         return out if module is None else values_of(module, out)
 
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
-        """The 2D padding mask that a 4D mask over all slots stands for, None if there is no pad in it; the 4D mask
-        itself if it hides more."""
+        """The 2D padding mask equivalent to a 4D mask over all slots, or None without padding; the 4D mask itself if it
+        hides more."""
         flat = padding_of(mask, base, mask.shape[2])
         if flat is None:
             return mask
@@ -168,10 +168,10 @@ def step(cache: LayeredCache) -> Iterator[None]:
         layer.commit()
     if any(layer.graph_layer and not layer.graph_layer.fits() for layer in paged):
         for layer in paged:
-            layer.moved()  # a compiler sees that, and compiles once more; all go on with one copy a step
+            layer.moved()  # triggers one recompilation; later steps need one copy
     graph_layers = [layer.graph_layer for layer in paged if layer.graph_layer]
     if not static or len(graph_layers) not in (0, len(paged)):
-        raise ValueError("KVCache: step: expected max_length, and all layers on one kind of device, got others")
+        raise ValueError("KVCache: step: expected max_length= and all layers on the same kind of device, got others")
     before: list[int] = []
     try:
         with steps(graph_layers):
@@ -180,19 +180,19 @@ def step(cache: LayeredCache) -> Iterator[None]:
     except BaseException:
         if before and not all(layer.store.seen > seen for layer, seen in zip(paged, before, strict=True)):
             forward_pass.complete = False
-            forward_pass.at = len(cache.layers) - 1  # some layers store outside of the graph
+            forward_pass.at = len(cache.layers) - 1  # some layers store tokens outside of the graph
             forward_pass.rollback(before[0])
             for layer in paged:
                 layer.changed()
         raise
     for layer in paged if graph_layers else ():
         layer.changed()
-        layer.evict()  # a window's pages
+        layer.evict()  # frees pages outside of a window
 
 
 def steps_over(cache: LayeredCache, mask: Any) -> bool:
-    """Can a decode step stand in `step`? Only if its mask (of the model's call, for all layers or by their type) shows
-    all that is stored, and its tokens; all layers attend in the graph; and no pages wait elsewhere."""
+    """True if a decode step can run in `step`: its mask (of the model's call, for all layers or by layer type) shows
+    all stored tokens and the new ones, all layers attend in the graph, and no pages are offloaded."""
     if cache.get_seq_length() == 0 or cache.forward_pass.prefetcher is not None:
         return False
     kinds, known = cache.forward_pass.config.layer_types if isinstance(mask, dict) else (), set()
@@ -218,8 +218,8 @@ def steps_over(cache: LayeredCache, mask: Any) -> bool:
 
 
 class StaticSlidingPagedLayer(StaticPagedLayer, SlidingPagedLayer):
-    """The same with a window, or with chunks. Attention elsewhere gets all slots, zeros before the window: a shape that
-    stays is worth more to it than a small one."""
+    """A static layer with a window or chunks. Other attention gets all slots, with zeros before the window, as a fixed
+    shape matters more in a graph than a small one."""
 
     def start_of(self, seen: int) -> int:
         return 0
@@ -242,8 +242,7 @@ class StaticSlidingPagedLayer(StaticPagedLayer, SlidingPagedLayer):
 
 
 def padding_of(mask: torch.Tensor, base: int, T: int) -> torch.Tensor | None:
-    """The 2D padding mask [B, base + T] that the bool mask [B, 1, T, slots] is causal attention over; None if it is
-    none such."""
+    """The 2D padding mask [B, base + T] if the bool mask [B, 1, T, slots] is causal attention with it, else None."""
     if mask.dim() != 4 or mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[2] != T:
         return None
     rows = mask[:, 0, :, : base + T]
@@ -267,13 +266,13 @@ _library.define("static_dense(Tensor k, Tensor v, Tensor handle, int slots) -> (
 
 def _update(layer: StaticPagedLayer, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, Any]:
     cache = layer.forward_pass.cache()
-    assert cache is not None  # who holds the layer holds the cache
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))  # a compiler chooses strides as it likes
+    assert cache is not None  # whoever holds the layer holds the cache
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))  # a compiler may choose any strides
     return cache.update(k, v, layer.index)
 
 
 def _newest(layer: StaticPagedLayer, k: torch.Tensor, v: torch.Tensor) -> Block:
-    """The block of the last update, which brought k and v and is stored."""
+    """The stored block of the last update, with k and v."""
     block = Block(layer, k, v, layer.store.seen - k.shape[2])
     block.stamp = layer.stamp
     return block
@@ -304,7 +303,7 @@ _EVAL = torch.nn.Module().eval()
 _library.impl("static_attend", _attend, "CPU")
 _library.impl("static_dense", _dense, "CPU")
 for _op in (torch.ops.kvcompress.static_attend, torch.ops.kvcompress.static_dense):
-    torch.fx.node.has_side_effect(_op.default)  # they store: none may be left out, or done twice
+    torch.fx.node.has_side_effect(_op.default)  # they store tokens: must not be eliminated or repeated
 
 
 @torch.library.register_fake("kvcompress::static_attend")

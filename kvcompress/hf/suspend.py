@@ -1,4 +1,4 @@
-"""A cache whose pages can leave their pool: files, suspension, other tiers and devices."""
+"""Caches whose pages can leave the pool: files, suspending, tiers and devices."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class MovableCache(
-    checks.ProcessBound, Cache, instead="use save(path) for all that it holds, or to_dict() for its options"
-):
+class MovableCache(checks.ProcessBound, Cache, instead="use save(path) for its contents, or to_dict() for its options"):
     """`save`, `load`, `to`, `use_tiers`, `suspend`, `resume` of a cache of paged layers."""
 
     layers: list[Any]
@@ -44,10 +42,11 @@ class MovableCache(
     def __copy__(self) -> Self:
         return copy.deepcopy(self)
 
-    # A call of transformers' Cache for the states of a layer (its argument `at`), which models write into. ValueError
-    # while the cache is suspended, or broken: states that went ahead of the first paged layer could not be taken back.
+    # A call of transformers' Cache for the states of a layer (its argument `at`), which models write into. Raises
+    # ValueError if the cache is suspended or a pass has failed, since states updated before the first paged layer
+    # could not be restored.
     def _states(self, name: str, at: int, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or self.is_compileable:  # passes are not seen there
+        if torch.compiler.is_dynamo_compiling() or self.is_compileable:  # not tracked there
             self.forward_pass.ready()
         else:
             self.forward_pass.at_states(kwargs["layer_idx"] if "layer_idx" in kwargs else args[at])
@@ -59,31 +58,30 @@ class MovableCache(
     update_recurrent_state = partialmethod(_states, "update_recurrent_state", 1)  # type: ignore[assignment]
 
     def check(self) -> None:
-        """Raises ValueError with what kernels on a GPU have found wrong, of this cache or another there: NaN or Inf in
-        K or V (stored as 0), tables that name no pages. They cannot raise in the call that brings it. Waits for the
-        GPU; `save`, `suspend` and `to` do the same, before anything changes. Nothing to do on the CPU, where the call
-        itself raises."""
+        """Raises ValueError for errors that kernels on a GPU have recorded, in this or another cache on the device: NaN
+        or Inf in K or V (stored as 0), invalid block tables. Kernels cannot raise in the call itself. Synchronizes the
+        GPU. `save`, `suspend` and `to` call it first. No-op on the CPU, where the call itself raises."""
         paged = paged_layers(self)
         for layer in paged:
-            if layer.options.get("group") is None:  # ranks do that together
+            if layer.options.get("group") is None:  # ranks check collectively
                 layer.commit()
         for device in {layer.store.device for layer in paged if layer.is_initialized}:
             ops.check(device)
 
     def save(self, path: str | os.PathLike[str], tokens: Any = None) -> None:
-        """Writes the whole cache as one `.kvc` file that `KVCache.load` reads: whole or not at all. What it holds on a
-        disk is what it holds in memory, page for page.
+        """Writes the cache to one `.kvc` file for `KVCache.load`, atomically. Pages are stored as they are in memory.
 
-        tokens: int [seen] or [B, seen], the ids that it has seen, of which a hash is kept. Raises OSError (nothing is
-        lost then, the old file least of all), ValueError for other numbers of tokens, layers of states (linear
-        attention), a suspended cache, a path where one waits, and what `check` finds.
+        tokens: int [seen] or [B, seen], the token ids of the cache; a hash of them is stored.
+
+        Raises OSError (an existing file is then unchanged); ValueError for a wrong number of tokens, layers with states
+        (linear attention), a suspended cache, a path that a suspended cache uses, and the errors of `check`.
         """
         self.forward_pass.check_there()
         self.check()
         if (first := next((i for i, x in enumerate(self.layers) if native_layers.has_states(x)), None)) is not None:
             raise ValueError(
-                f"KVCache: save: expected layers whose K and V a file holds, got the states of {self.layers[first]} at "
-                f"{first}; suspend() and copies keep them in memory"
+                f"KVCache: save: expected layers with K and V, got the states of {self.layers[first]} at {first}, "
+                "which files do not support; use suspend() or copies, which keep them in memory"
             )
         save_load.save(self, path, tokens)  # type: ignore[arg-type]
 
@@ -92,34 +90,39 @@ class MovableCache(
         cls, path: str | os.PathLike[str], config: Any, *, tokens: Any = None, pool: Any = None, max_bytes: int = 0,
         max_slots: int | None = None, calibration: Any = None,
     ) -> Self:  # fmt: skip
-        """The cache that `save` wrote, for the model of `config`; it goes on as the saved one would have.
+        """Loads a cache that `save` wrote, for the model of `config`. It continues as the saved cache would have.
 
-        tokens: ids that it must hold, if given. pool, max_bytes: as for KVCache. max_slots: that it may have seen (or
-        may come to see, its `max_length`) when fewer tokens are stored, evicted ones for instance; None: the model's
-        `max_position_embeddings`, and any number under StreamingLLM(positions="cache"). calibration: what the saved
-        cache had, if any. Memory that is asked for is at most four times the file's length and 1 MB.
-        Raises OSError if the file cannot be read; ValueError if it is damaged, hostile, of another model, or of other
-        tokens; MemoryError.
+        Args:
+            path: the file.
+            config: `model.config`.
+            tokens: token ids that the cache must contain, checked by hash. Default: not checked.
+            pool, max_bytes: as of KVCache.
+            max_slots: maximum number of slots (or `max_length`) if fewer tokens are stored, as after evictions.
+                Default: the model's `max_position_embeddings`; no limit with StreamingLLM(positions="cache").
+            calibration: the calibration of the saved cache, if it had one.
+
+        Allocates at most four times the size of the file plus 1 MB. Raises OSError if the file cannot be read;
+        ValueError if it is damaged or malicious, or of another model or other tokens; MemoryError.
         """
         text, pool = text_config(config), checks.pool(pool)
         if max_slots is not None:
             checks.integer("max_slots", max_slots, 1)
         reader = save_load.Reader(path)
         if reader.about.get("model") != save_load.model_hash(text):
-            raise reader.refuse("one of another model's cache (its config differs)")
+            raise reader.refuse("a cache of another model (its config differs)")
         if tokens is not None and reader.about.get("tokens") != save_load.tokens_hash(tokens):
-            known = "one that holds other tokens" if reader.about.get("tokens") else "one saved without tokens="
+            known = "a cache of other tokens" if reader.about.get("tokens") else "a cache saved without tokens="
             raise reader.refuse(known)
         calibration = None if calibration is None else Calibration.of(calibration)
         if reader.about.get("calibration") != (calibration and calibration.digest()):
             given = "calibration=None" if calibration is None else f"calibration={calibration.path}"
             had = "one" if "calibration" in reader.about else "none"
-            raise reader.refuse(f"a cache with {had} for {given}: give load() the calibration that it was saved with")
+            raise reader.refuse(f"a cache with {had} for {given}: pass load() the calibration that it was saved with")
         try:
             options = save_load.options_of(reader.options)
             cache = cls(config, pool=pool, max_bytes=max_bytes, calibration=calibration, **options)  # type: ignore[call-arg]
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            raise reader.refuse(f"options that make no cache ({error})") from None
+            raise reader.refuse(f"invalid options ({error})") from None
         if max_slots is None and getattr(options.get("policy"), "positions", None) == "cache":
             max_slots = 1 << 31  # a stream may be longer than the model was trained for
         most = max_slots or getattr(text, "max_position_embeddings", None) or 1 << 20
@@ -134,9 +137,9 @@ class MovableCache(
         return cache
 
     def bind(self, model: Any) -> Self:
-        """Its policies take what they need to know of `model` (CriticalKV its output projections): `load` and
-        `from_dict` make them anew, without. Returns the cache. ValueError, and nothing done, if the cache is calibrated
-        for other weights; else the first call tells, under `enable(model)`, and without it nothing does."""
+        """Gives policies what they need from `model` (CriticalKV: the output projections), which `load` and `from_dict`
+        do not restore. Returns the cache. Raises ValueError and changes nothing if the cache is calibrated for other
+        weights. Without `bind`, only the first call after `enable(model)` checks that."""
         self.forward_pass.check_all_weights(model)
         found = [layer.options["policy"] for layer in paged_layers(self)]
         for policy in {id(policy): policy for policy in found if policy is not None}.values():
@@ -144,14 +147,15 @@ class MovableCache(
         return self
 
     def to(self, device: torch.device | str, *, pool: Any = None) -> Self:
-        """Moves all layers to `device` ("cpu", "cuda", "cuda:1"), in place, and returns the cache, which goes on with a
-        model that is there. Pages are the same bytes on every device.
+        """Moves all layers to `device` ("cpu", "cuda", "cuda:1") in place, byte for byte; returns the cache. Later
+        calls need the model on that device.
 
-        pool: the `_C.Pool` to take pages from; if None a new one with the limit of the old. What other caches share of
-            the pages (a prefix, copies) stays for them where it is; `PrefixCache.commit` wants its own pool given back.
-        Pages in other tiers are onloaded first, and go out again from there.
-        Raises ValueError for what is no device, or has no kernels, for a suspended cache, and for what `check` finds;
-        MemoryError, OSError: the cache is then as it was.
+        pool: the `_C.Pool` to allocate pages from there. Default: a new one with the same limit. Pages shared with
+            other caches (prefixes, copies) are copied. `PrefixCache.commit` needs the cache moved back to its pool.
+
+        Offloaded pages are fetched first, and offloaded again from the new device. Raises ValueError for an invalid
+        device or one without kernels, for a suspended cache, and the errors of `check`; MemoryError; OSError. The cache
+        is then unchanged.
         """
         forward_pass, prefetcher = self.forward_pass, self.forward_pass.prefetcher
         forward_pass.check_there()
@@ -180,16 +184,20 @@ class MovableCache(
         return self
 
     def use_tiers(self, tiers: Tiers | None, resident: int = 1024, unit: int = UNIT, in_place: bool = False) -> None:
-        """From now on the oldest sealed pages wait in `tiers`, but for the `resident` newest tokens of each row: a
-        layer's are in the pool only while it attends, fetched one layer ahead. None brings them all back.
+        """Offloads the oldest sealed pages to `tiers`. The pages of a layer are in the pool only while it attends, and
+        are prefetched one layer ahead.
 
-        unit: bytes that a layer offloads at once, at least. in_place: pages are not fetched, but attended where they
-        lie, by the CPU, files mapped; where a call cannot (windows, pads between tokens, evicted tokens, attention that
-        a policy gathers, several queries without tokens of their own) they are fetched. Fetched, results are the same
-        to the bit; in place, to rounding.
-        Whatever changes the cache other than by new tokens (evictions, crop, beams, copies, files) brings the pages
-        back first. A call whose pages do not come back raises OSError or ValueError and leaves the cache as it was; an
-        eviction without them waits for the next call.
+        Args:
+            tiers: `kvcompress.Tiers`; None fetches all pages and ends offloading.
+            resident: number of newest tokens of each row that are never offloaded.
+            unit: minimum number of bytes that a layer offloads at once.
+            in_place: attend to offloaded pages in place, on the CPU, with files mapped, instead of fetching them. Calls
+                that do not support it (windows, padding between tokens, evicted tokens, policies that accumulate
+                attention, several queries without new tokens) fetch them.
+
+        Results are bitwise equal with fetching, and equal up to rounding in place. Operations other than appending
+        (evictions, crop, beam search, copies, files) move all pages back first. A call that cannot fetch its pages
+        raises OSError or ValueError and leaves the cache unchanged; an eviction is then retried in the next call.
         """
         self.forward_pass.check_there()
         if tiers is not None and not isinstance(tiers, Tiers):
@@ -206,13 +214,13 @@ class MovableCache(
                 layer.offload_pages(prefetcher)
 
     def suspend(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Gives the pages of all layers back to the pool; their bytes wait in memory of their own, or in the file
-        `path`, which is this cache's alone till then. Until `resume()` every call that wants them raises. Raises
-        MemoryError, OSError, or ValueError for a cache that is suspended, a path where one waits, or what `check`
-        finds; then nothing has changed.
+        """Frees the pages of all layers in the pool, after copying them to separate memory, or to the file `path`,
+        which must not be changed before `resume()`. Until then all calls that need the pages raise. Raises MemoryError;
+        OSError; ValueError for a suspended cache, a path that another suspended cache uses, and the errors of `check`.
+        Nothing changes then.
         """
         if self.forward_pass.suspended is not None:
-            raise ValueError("KVCache: suspend: expected a cache that is not suspended, got one that is")
+            raise ValueError("KVCache: suspend: expected a cache that is not suspended, got a suspended one")
         self.check()
         paged = committed_layers(self)
         stores = {i: layer.store for i, layer in enumerate(self.layers) if layer in paged and layer.store.seen}
@@ -230,10 +238,10 @@ class MovableCache(
             save_load.WAITING[suspended[0]] = self.forward_pass
 
     def resume(self) -> None:
-        """Takes the pages back; their order in the pool may be another. Raises MemoryError (pool), OSError, ValueError
-        (damaged bytes, or another file in the place of its own): the cache is then still suspended."""
+        """Moves the pages back to the pool, possibly in a different order. Raises MemoryError (pool full), OSError,
+        ValueError (damaged bytes, or the file was replaced). The cache then stays suspended."""
         if self.forward_pass.suspended is None:
-            raise ValueError("KVCache: resume: expected a suspended cache, got one that is not")
+            raise ValueError("KVCache: resume: expected a suspended cache, got one that is not suspended")
         suspended, seen = self.forward_pass.suspended
         reader = save_load.Reader(suspended[0]) if isinstance(suspended, tuple) else None
         if reader and reader.seal != suspended[1]:

@@ -1,4 +1,4 @@
-"""Which transformers this works with."""
+"""Supported versions of transformers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _RANGE = f"expected transformers {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[
 
 
 def check(version: str) -> None:
-    """Warns where `version` of transformers is newer than what the tests have run on; ImportError where it is older:
-    caches had other layers then."""
+    """Warns if `version` of transformers is newer than those tested; raises ImportError if it is older than supported,
+    when caches had other layers."""
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     if numbers < OLDEST:
         raise ImportError(f"kvcompress: {_RANGE}, got {version}; pip install 'transformers>={OLDEST[0]}.{OLDEST[1]}'")
     if numbers > NEWEST:
         warnings.warn(
-            f"kvcompress: {_RANGE}, got {version}, which it was not tested on; compare a generation with "
-            'KVCache(config, "raw") to one without a cache of ours',
+            f"kvcompress: {_RANGE}, got {version}, which is not tested; compare a generation with "
+            'KVCache(config, "raw") to one without a KVCache',
             stacklevel=4,
         )

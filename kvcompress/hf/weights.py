@@ -1,4 +1,4 @@
-"""Is a model the one that something was measured on?"""
+"""Checks whether a model has the weights that a calibration was measured on."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 from ..quantization.calibration import Calibration
 
-_SAMPLE = 4096  # numbers of each weight
+_SAMPLE = 4096  # elements of each weight
 
 
 def weights_hash(module: torch.nn.Module) -> str | None:
-    """SHA-256 over a part of each weight of an attention module, as bfloat16; None where they are elsewhere."""
+    """SHA-256 over a sample of each weight of an attention module, as bfloat16; None for offloaded (meta) weights."""
     digest = hashlib.sha256()
     for name, x in module.named_parameters():
         if x.is_meta:
@@ -24,11 +24,11 @@ def weights_hash(module: torch.nn.Module) -> str | None:
 
 
 def check_weights(calibration: Calibration, layer: int, module: torch.nn.Module) -> None:
-    """ValueError unless `module` is what layer `layer` was measured on."""
+    """Raises ValueError unless the weights of `module` are those that layer `layer` was measured on."""
     found = weights_hash(module)
-    known = calibration.weights[layer]  # "" where they were elsewhere
+    known = calibration.weights[layer]  # "" if they were offloaded
     if found and known and found != known:
         raise ValueError(
             "KVCache: calibration: expected the model that it was measured on, got one with other weights in layer "
-            f"{layer} (or the same in float16): run `kvcompress calibrate` for this model"
+            f"{layer} (or the same in float16); run `kvcompress calibrate` for this model"
         )

@@ -1,3 +1,3 @@
-"""Pages of one layer, without a policy, a tier or a model: on a device (`device_memory`, by way of a `copy_stream`),
-in pools (`pools`), in one piece of bytes (`serialize`); which slot holds which token (`sequence`, `padding`,
-`window`); what a cache looks like (`display`)."""
+"""Pages of one layer, independent of policies, tiers and models: on a device (`device_memory`, `copy_stream`), in pools
+(`pools`), serialized (`serialize`); slots and tokens (`sequence`, `padding`, `window`); display of caches
+(`display`)."""

@@ -1,6 +1,5 @@
-"""Pages on a GPU. The table stays on the host and plans as ever; what it plans for lies in an arena on the device, at
-the same offsets, and kernels read copies of its arrays there. Nothing here is only for CUDA: tests run it on
-the CPU."""
+"""Pages on a GPU. The block table stays on the host and plans there; the pages are in an arena on the device, at the
+same offsets, and kernels read a copy of the table. Not specific to CUDA: tests run this code on the CPU."""
 
 from __future__ import annotations
 
@@ -17,40 +16,41 @@ import torch
 from .. import _C, formats, ops
 from .copy_stream import copy_stream_of
 
-POISON = "KVCOMPRESS_POISON" in os.environ  # tests: new pages are NaN, as the pool's own are there
+POISON = "KVCOMPRESS_POISON" in os.environ  # tests: new pages are filled with NaN, as in the pool
 
 
 def usable(device: torch.device) -> str | None:
-    """Why pages cannot lie on `device`; None if they can."""
+    """Why `device` is not supported; None if it is."""
     if device.type == "cpu":
         return None
     if device.type != "cuda":
         return "expected cpu or cuda"
     if not torch.cuda.is_available():
-        return "this torch finds no GPU"
+        return "torch finds no GPU"
     try:
         found = _kernels(torch.cuda.current_device() if device.index is None else device.index)
-    except ValueError as error:  # an old driver, say
+    except ValueError as error:  # such as an old driver
         return str(error)
     if not found:
-        return "this build has no CUDA kernels; build it with KVCOMPRESS_CUDA=all where nvcc is"
+        return "this build has no CUDA kernels; build with KVCOMPRESS_CUDA=all and nvcc"
     return None
 
 
 @functools.cache
 def _kernels(index: int) -> bool:
-    """Are there kernels for this GPU? Asked once: to ask clears what they have found wrong (`ops.check`)."""
+    """True if there are kernels for this GPU. Cached, since the query clears recorded errors (`ops.check`)."""
     return _C.cuda_found(index) >= 0
 
 
 def sent(x: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """x of the host on the device, in stream order, without a wait: what is not pinned is read before this returns."""
+    """x copied from the host to the device, in stream order and asynchronously; pageable memory is read before
+    return."""
     return (torch.from_numpy(x) if isinstance(x, np.ndarray) else x).to(device, non_blocking=True)
 
 
 class Arena:
-    """The memory of a pool's pages on a device; layers that share the pool share it. Grows by half at a time, into new
-    memory, and takes along what is there."""
+    """The device memory of a pool's pages, shared by all layers of the pool. Grows by half at a time, by copying to a
+    new allocation."""
 
     _of: ClassVar[weakref.WeakValueDictionary[tuple[int, str], Arena]] = weakref.WeakValueDictionary()
 
@@ -58,14 +58,14 @@ class Arena:
         self.pool, self.device, self.lock = pool, device, threading.RLock()
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self.copy_stream = copy_stream_of(device)
-        self.expected, self.stays = 0, False  # bytes that recorded calls may need; one of them was recorded
+        self.expected, self.stays = 0, False  # bytes that captured calls may need; whether the address is fixed
 
     def expect(self, more: int) -> None:
-        """A layer will need so many bytes, on top of what is there and others have said."""
+        """Reserves `more` bytes for a layer, in addition to earlier reservations."""
         self.expected = max(self.expected, self.pool.extent) + more
 
     def pin(self) -> None:
-        """From now on the memory stays where it is, long enough for all that is expected."""
+        """Allocates all reserved bytes and fixes the address."""
         if not self.stays:
             self.pool.limit(len(self.reach(self.expected)))
             self.stays = True
@@ -79,12 +79,12 @@ class Arena:
         return arena
 
     def reach(self, least: int = 0) -> torch.Tensor:
-        """uint8 [n], n at least the pool's extent, and `least`."""
+        """The memory, uint8 [n], with n at least the pool's extent and `least`."""
         with self.lock:  # a copier may be writing
             extent, old = max(self.pool.extent, least), self.bytes
             if extent > old.numel():
                 self._wait()
-                with torch.inference_mode(False):  # a copier writes it too, whatever mode its layers were fed in
+                with torch.inference_mode(False):  # a copier writes it too, outside of inference mode
                     room = max(extent, len(old) * 3 // 2) + 63 & -64
                     self.bytes = torch.empty(room, dtype=torch.uint8, device=self.device)
                     if POISON:
@@ -94,37 +94,37 @@ class Arena:
             return self.bytes
 
     def joined(self) -> torch.Tensor:
-        """`reach`, for what this thread queues next: behind the work of other streams."""
+        """`reach`, ordered after the work of other streams, for what this thread queues next."""
         memory = self.reach()
         self.copy_stream.join(memory)
         return memory
 
     def mark(self) -> Any:
-        """Where the work on this memory is now."""
+        """An event after the work on this memory so far."""
         self.joined()
         return self.copy_stream.mark()
 
     def _wait(self) -> None:
-        """Until nobody reads or writes the memory."""
+        """Waits until no stream reads or writes the memory."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _units(self, pieces: np.ndarray) -> torch.Tensor:
-        """Numbers of the 64 bytes that pieces (offset, bytes) consist of, in order."""
+        """Indices of the 64-byte units of pieces (offset, bytes), in order."""
         starts, counts = pieces[:, 0] // formats.ALIGN, pieces[:, 1] // formats.ALIGN
         before = np.cumsum(counts) - counts
         return torch.from_numpy(np.repeat(starts - before, counts) + np.arange(int(counts.sum()))).to(self.device)
 
     def gather(self, pieces: np.ndarray, to: np.ndarray) -> int:
-        """`_C.gather` of pages on the device: they are put together there, and come in one copy."""
+        """`_C.gather` for pages on the device: gathered there, then sent in one copy."""
         with self.copy_stream.after(self.mark()):
             data = self.reach().view(-1, 64)[self._units(pieces)]
             torch.from_numpy(to).copy_(data.view(-1), non_blocking=True)
         return _C.checksum(to)
 
     def scatter(self, pieces: np.ndarray, data: np.ndarray, mark: Any = None) -> int:
-        """`_C.scatter` to pages on the device: in one copy, then each to its place. mark: behind what, in place of all
-        that this thread has queued."""
+        """`_C.scatter` to pages on the device: sent in one copy, then scattered there. mark: event to wait for, instead
+        of everything this thread has queued."""
         with self.copy_stream.after(mark or self.mark()):
             units = self._units(pieces)
             there = torch.from_numpy(data).to(self.device, non_blocking=True).view(-1, 64)
@@ -135,49 +135,49 @@ class Arena:
 
 
 def memory_of(store: Any) -> Any:
-    """Where pages of a layer are: its pool, or an Arena."""
+    """The memory of a layer's pages: its pool, or an Arena."""
     return store.mirror.arena if store.mirror else store.pool
 
 
 def gather(memory: Any, pieces: np.ndarray, to: np.ndarray) -> int:
-    """Copies pieces (offset, bytes) of `memory_of` a layer side by side; their checksum."""
+    """Copies pieces (offset, bytes) of `memory` (of `memory_of`) to `to`, one after another. Returns their checksum."""
     return memory.gather(pieces, to) if isinstance(memory, Arena) else _C.gather(memory, pieces, to)
 
 
 def scatter(memory: Any, pieces: np.ndarray, data: np.ndarray, mark: Any = None) -> int:
-    """The way back, behind `mark`; the checksum of `data`."""
+    """The inverse of `gather`, after the event `mark`. Returns the checksum of `data`."""
     return memory.scatter(pieces, data, mark) if isinstance(memory, Arena) else _C.scatter(memory, pieces, data)
 
 
 def mark(memory: Any) -> Any:
-    """Where the work on `memory` of this thread is now."""
+    """An event after the work of this thread on `memory` so far."""
     return memory.mark() if isinstance(memory, Arena) else None
 
 
 def room(memory: Any, size: int, host: Callable[[int], np.ndarray]) -> np.ndarray:
-    """Host memory for pages of `memory`: pinned for a GPU's, of `host` for others. MemoryError."""
+    """Host memory for pages of `memory`: pinned for a GPU, else from `host`. Raises MemoryError."""
     return memory.copy_stream.room(size) if isinstance(memory, Arena) else host(size)
 
 
 _AHEAD = np.zeros((64, 1, 1, 2), np.int64)
 _AHEAD[:, 0, 0, 0] = np.arange(64)
-_AHEAD_BYTES = 32 << 10  # of a copy that is not pinned: of more, a driver may wait for its stream
+_AHEAD_BYTES = 32 << 10  # maximum size of an unpinned copy: for larger ones drivers may synchronize
 
 
 class Mirror:
-    """A layer's table on a device. What is there already is not sent again: entries change when a page begins or is
-    sealed; rows that have grown by a token go as they are and as the next steps will have them."""
+    """A copy of a layer's block table on a device. Only changes are sent: entries change when a page is opened or
+    sealed; rows are sent with their values for the next steps ahead of time."""
 
     def __init__(self, pool: Any, device: torch.device) -> None:
         self.arena, self.device = Arena.of(pool, device), device
         self.no_slots = torch.empty(0, dtype=torch.int32, device=device)
         self.entries, self.entries_sent = self.no_slots, np.empty((0, 0, 0, 0), np.int64)
         self.rows: tuple[torch.Tensor, ...] = (self.no_slots,)
-        self.rows_sent, self.last = np.empty((0, 0, 0, 2), np.int64), 0  # and which of them was used last
-        self.stream = 0  # that they were last used on
+        self.rows_sent, self.last = np.empty((0, 0, 0, 2), np.int64), 0  # rows of the next steps; the last one used
+        self.stream = 0  # stream of the last use
 
     def views(self, table: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(arena, entries, rows, slots) on the device, as the table is now."""
+        """(arena, entries, rows, slots) on the device, up to date with the table."""
         memory = self.arena.reach()
         stream = self.arena.copy_stream.join(memory)
         if stream != self.stream:
@@ -199,9 +199,9 @@ class Mirror:
     def copy_shared(
         self, before: np.ndarray, table: Any, seals: np.ndarray, geometry: tuple[int, int, int, int, int]
     ) -> None:
-        """A plan took private copies of shared raw pages: where an entry became another of the same formats, or where
-        the copy itself is sealed. Does on the device what the plan did in the pool. before: entries before the plan;
-        geometry: H, Dk, Dv, page size, sinks."""
+        """Repeats on the device the copies of shared raw pages (copy-on-write) that a plan made in the pool: where an
+        entry was replaced by another of the same formats, or where the copy itself is sealed. before: entries before
+        the plan; geometry: H, Dk, Dv, page size, sinks."""
         now = table.entries[:, :, : before.shape[2]]
         copied = (before != now) & (before >= 0) & (formats.pair_of(before) == formats.pair_of(now))
         columns = np.nonzero(copied)[2]
@@ -221,5 +221,5 @@ class Mirror:
 
 
 def mirror_of(pool: Any, device: torch.device) -> Mirror | None:
-    """The mirror of an empty layer; None on the CPU, where pages lie in the pool."""
+    """The Mirror of an empty layer; None on the CPU, where pages are in the pool."""
     return None if device.type == "cpu" else Mirror(pool, device)

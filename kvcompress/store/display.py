@@ -1,4 +1,4 @@
-"""What a cache looks like: its pages, a map of them, HTML for notebooks."""
+"""Display of a cache: its pages, a map of them, HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 from .. import formats
 
 COLOURS = {"raw": "#8a8f98", 32: "#8a8f98", 16: "#8a8f98", 8: "#2f7fc1", 4: "#2a9d8f", 2: "#e0902f"}
-"""Of pages, by the bits of their codes."""
+"""Colours of pages, by the bits of their codes."""
 SINK, OPEN = "#3b3f46", "#c9ccd1"
 _LINES = 24  # rows of a map in HTML
 
 
 def bits_of(name: str) -> float:
-    """Bits of a format's codes; the mean of "int8/int4"."""
+    """Bits per code of a format; for "int8/int4" the mean."""
     parts = name.split("/")
     return sum(map(formats.bits, parts)) / len(parts)
 
 
 def colour_of(page: dict[str, Any]) -> str:
-    """Of a page of `pages`."""
+    """The colour of a page from `pages`."""
     if page["kind"] in ("sink", "open"):
         return SINK if page["kind"] == "sink" else OPEN
     bits = bits_of(page["format"])
-    return COLOURS.get(int(bits), "#7b4fa3")  # K and V that differ
+    return COLOURS.get(int(bits), "#7b4fa3")  # K and V of different bits
 
 
 def pages(cache: Any) -> list[dict[str, Any]]:
-    """The pages of a KVCache, or of one PagedKV, in the order of the sequence.
+    """The pages of a KVCache or PagedKV, in sequence order, as a list of dicts.
 
-    One dict a page (of all heads, or of one where heads keep different tokens): layer; row of the batch; head (None:
-    all); column; kind ("sink", "open", "sealed"); format ("int8", or "int8/int4" for K/V); tokens that it holds; shared
-    (with another cache or row).
+    Keys: layer; row: of the batch; head: None for all heads, or a head if heads keep different tokens; column; kind:
+    "sink", "open" or "sealed"; format: "int8", or "int8/int4" for K/V; tokens: number of stored tokens; shared: whether
+    another cache or row uses the page too.
     """
     found: list[dict[str, Any]] = []
     for index, store in stores(cache):
@@ -63,7 +63,7 @@ def _entries(table: Any) -> Any:
 
 
 def stores(cache: Any) -> list[tuple[int, Any]]:
-    """(layer, PagedKV) of a KVCache's paged layers that hold something; of a PagedKV itself."""
+    """(layer, PageStore) of the non-empty paged layers of a KVCache, or of a PagedKV."""
     if not hasattr(cache, "layers"):
         return [(0, cache.page_store)]
     found = []
@@ -79,7 +79,7 @@ def _bytes(n: float) -> str:
 
 
 def stats_html(stats: dict[str, Any]) -> str:
-    """`stats()` (bytes) as HTML: a table and a bar of its parts."""
+    """`stats()` (sizes in bytes) as HTML: a table and a bar chart of its parts."""
     parts = {name: n for name, n in stats["parts"].items() if n}
     total = sum(parts.values()) or 1
     shades = dict(zip(("sealed", "open", "sinks", "tables", "slack", "other"),
@@ -96,7 +96,7 @@ def stats_html(stats: dict[str, Any]) -> str:
         for name, value in (
             ("held", _bytes(stats["bytes"])), ("smaller than DynamicCache", f"{stats['ratio']:.2f}x"),
             ("smaller than the kept tokens", f"{stats['ratio_kept']:.2f}x"),
-            ("bytes a token", f"{stats['bytes_per_token']:,.0f}"), ("seen", f"{stats['seen']:,}"),
+            ("bytes per token", f"{stats['bytes_per_token']:,.0f}"), ("seen", f"{stats['seen']:,}"),
             ("kept", f"{stats['kept']:,}"),
         )
     )  # fmt: skip
@@ -105,7 +105,7 @@ def stats_html(stats: dict[str, Any]) -> str:
 
 
 def map_html(cache: Any) -> str:
-    """The pages of a cache as a strip of cells a layer (and row, and head where they differ)."""
+    """The pages of a cache as HTML: a line of cells per layer and row (and per head if heads differ)."""
     lines: dict[tuple, list[str]] = {}
     for page in pages(cache):
         said = f"{page['kind']} {page['format']}, {page['tokens']} tokens" + (", shared" if page["shared"] else "")

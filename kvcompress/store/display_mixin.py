@@ -1,4 +1,4 @@
-"""What notebooks show of a cache, and its picture."""
+"""HTML and plots of caches, for notebooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .display import map_html, pages, stats_html
 
 
 class Stats(dict):
-    """What a cache holds, as `stats()` gives it: a dict that notebooks show as a table."""
+    """The dict that `stats()` returns; notebooks show it as a table."""
 
     def _repr_html_(self) -> str:
         return stats_html(self)
@@ -21,13 +21,13 @@ class DisplayMixin:
     """`plot` and HTML of a cache; for KVCache and PagedKV."""
 
     def pages(self) -> list[dict[str, Any]]:
-        """The pages, one dict each: layer, row, head (None: all), column, kind, format, tokens, shared; see
-        `kvcompress.store.display.pages`."""
+        """The pages in sequence order, one dict each: layer, row, head (None: all), column, kind, format, tokens,
+        shared; see `kvcompress.store.display.pages`."""
         return pages(self)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """A map of the pages: a row a layer, a cell a page, coloured by format. Written to `path` if given. Returns
-        matplotlib's Figure; ImportError where that is not installed."""
+        """Plots the pages, one row per layer and one cell per page, coloured by format. Saved to `path` if given.
+        Returns a matplotlib Figure. Raises ImportError without matplotlib."""
         from ..tools.plot import page_map
 
         return page_map(self, path)

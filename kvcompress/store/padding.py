@@ -1,4 +1,4 @@
-"""Pads: which slots of each row were never tokens, as runs: few however long the sequence is."""
+"""Pads: the padding slots of each row, as runs, of which there are few even in long sequences."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 class Pads:
-    """Runs of pads [start, end) of each row, ascending."""
+    """Runs [start, end) of padding for each row, in ascending order."""
 
     def __init__(self, batch: int) -> None:
         self.runs: list[list[tuple[int, int]]] = [[] for _ in range(batch)]
 
     def append(self, seen: int, own: torch.Tensor) -> None:
-        """own: bool [B, T], False at pads, of slots seen .. seen + T - 1."""
+        """Adds slots seen .. seen + T - 1; own: bool [B, T], False at padding."""
         for runs, row in zip(self.runs, own, strict=True):
             for slot in (seen + (~row).nonzero().flatten()).tolist():
                 if runs and runs[-1][1] == slot:
@@ -23,7 +23,7 @@ class Pads:
                     runs.append((slot, slot + 1))
 
     def crop(self, seen: int) -> None:
-        """Forgets slots from `seen` on."""
+        """Removes slots from `seen` on."""
         self.runs = [[(a, min(b, seen)) for a, b in runs if a < seen] for runs in self.runs]
 
     def select(self, index: Sequence[int]) -> None:
@@ -37,16 +37,16 @@ class Pads:
         return twin
 
     def count(self, row: int) -> int:
-        """Pads of a row."""
+        """Number of padding slots of a row."""
         return sum(b - a for a, b in self.runs[row])
 
     def first(self, row: int) -> int:
-        """Slot of the row's first token."""
+        """Slot of the first token of a row."""
         runs = self.runs[row]
         return runs[0][1] if runs and runs[0][0] == 0 else 0
 
     def positions(self, row: int, slots: torch.Tensor) -> torch.Tensor:
-        """How many tokens of the row come before each slot, int64."""
+        """Number of tokens of the row before each slot, int64."""
         slots = slots.long()
         result = slots.clone()
         for a, b in self.runs[row]:
@@ -54,7 +54,7 @@ class Pads:
         return result
 
     def real(self, seen: int, start: int = 0) -> torch.Tensor:
-        """bool [B, seen - start], of slots from `start` on: False at pads."""
+        """bool [B, seen - start] for slots from `start` on, False at padding."""
         real = torch.ones(len(self.runs), seen - start, dtype=torch.bool, device="cpu")
         for row, runs in zip(real, self.runs, strict=True):
             for a, b in runs:

@@ -1,4 +1,4 @@
-"""PageStore: the pages of one layer, on one device, and the block table that says which page holds which token."""
+"""PageStore: the pages of one layer on one device, and their block table."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NO_SEALS = np.empty((0, 2), np.int64)
 
 
 def _no_gradients() -> bool:
-    """Is there no gradient and no tangent, which `_C.Table` would not see? (Tensors of torch.func have no memory: these
-    it refuses.)"""
+    """True without autograd and forward-mode AD, which `_C.Table` cannot detect. (It rejects tensors of torch.func,
+    which have no memory.)"""
     return not torch.is_grad_enabled() and forward_ad._current_level < 0
 
 
 class Offload(Protocol):
-    """What has pages of a layer elsewhere."""
+    """Holder of the offloaded pages of a layer."""
 
     def present(self) -> AbstractContextManager[None]: ...
 
@@ -40,10 +40,10 @@ class Offload(Protocol):
 
 
 class PageStore:
-    """Block table, lengths, sealed pages and raw newest ones of a layer. Knows no policy, no tier and no model: who
-    evicts from it or offloads its pages is given it.
+    """Block table, lengths, and sealed and raw pages of a layer. Independent of policies, tiers and models; eviction
+    and offloading are given a PageStore to work on.
 
-    `ladder`: more (key, value) formats that pages may come to have. The other arguments are those of `PagedKV`.
+    ladder: further (key, value) formats that pages may be re-encoded in. Other arguments as of `PagedKV`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PageStore:
             )
         names = {x for pair in [(key, value), *(spans.formats() if spans else [])] for x in pair}
         if latent and (spread := sorted(names & set(formats.CALIBRATED))):
-            raise ValueError(f"PagedKV: latent: expected formats of rows, got {spread[0]}")
+            raise ValueError(f"PagedKV: latent: expected a format with a scale per row, got {spread[0]}")
         self.num_kv_heads, self.head_dim, self.value_dim, self.latent = num_kv_heads, head_dim, value_dim, latent
         self.basis = basis
         if basis is not None:
@@ -74,7 +74,7 @@ class PageStore:
         pairs = [(key, value), *(spans.formats() if spans else ()), *ladder]
         self.codes_of = {(k, v): (formats.resolve(k, dtype), formats.resolve(v, dtype)) for k, v in pairs}
         self.codes = self.codes_of[key, value]
-        self.fill = tuple(  # dims that pages hold beyond those of K and V
+        self.fill = tuple(  # padding dims of K and V in pages
             -dim % max(formats.TABLE[codes[side]]["dim_multiple"] for codes in self.codes_of.values())
             for side, dim in enumerate((head_dim, value_dim))
         )
@@ -88,7 +88,7 @@ class PageStore:
         self.place_spans(1)
 
     def place(self, device: torch.device, pool: Any, batch: int) -> None:
-        """An empty table over `pool`, and all that calls on `device` want."""
+        """Creates an empty table over `pool`, and constants for calls on `device`."""
         self.basis = self.basis and self.basis.to(device)
         self.as_given = self.basis is None and not any(self.fill)  # pages hold rows as they come
         basis = self.basis  # maps of K, q, V and the output: k . q = (k key) . (q key_back^T)
@@ -110,19 +110,19 @@ class PageStore:
         self.no_attention = torch.empty(0, 0, 0, dtype=torch.float32, device=device)
         self.no_seals = torch.empty(0, 2, dtype=torch.int64, device=device)
         self.mirror = mirror_of(pool, device)
-        # `_C.Table` takes tensors as they come, without torch's dispatcher; it knows the dims of pages.
+        # `_C.Table` takes tensors directly, without torch's dispatcher, and knows the dims of pages.
         self._by_c = ops.TENSORS and not any(self.fill) and not self.latent
         self._steps = self._by_c and self.mirror is None and device.type == "cpu"
         self.forget_views()
 
     @property
     def page_dims(self) -> tuple[int, int]:
-        """Dims of K and V as pages hold them."""
+        """Dims of K and V in pages."""
         return self.head_dim + self.fill[0], self.value_dim + self.fill[1]
 
     @property
     def seen(self) -> int:
-        """Slots so far, pads included."""
+        """Number of slots so far, padding included."""
         return self.table.seen
 
     @property
@@ -131,7 +131,7 @@ class PageStore:
         return self.table.batch
 
     def clone(self) -> PageStore:
-        """An independent copy that shares the pages until one of them writes."""
+        """An independent copy; both share pages until one of them writes (copy-on-write)."""
         twin = object.__new__(PageStore)
         twin.__dict__.update(self.__dict__)
         twin.table, twin.mirror = self.table.clone(), self.mirror and Mirror(self.pool, self.device)
@@ -141,20 +141,20 @@ class PageStore:
     # ------------------------------------------------------------------ tensors for ops
 
     def can_step(self) -> bool:
-        """May `table.step`, one call of C, plan, attend and commit a call on these pages?"""
+        """True if `table.step`, a single call of C that plans, attends and commits, supports these pages."""
         return self._steps and _no_gradients()
 
     def takes(self, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Tokens of k and v, if these could be appended; 0 says nothing."""
+        """The number of tokens of k and v if they can certainly be appended, else 0."""
         return self.table.takes(k, v, self.gpu) if self._by_c and _no_gradients() else 0
 
     def forget_views(self) -> None:
-        """The table is another one."""
+        """Drops cached views after the table was replaced."""
         self._version = self._arena_bytes = self._empty_batch = -1
 
     def views(self, table: Any = None) -> Views:
-        """(arena, entries, rows, slots) as tensors over the core's memory, of `table` if it is not all; rebuilt only
-        when an array has moved."""
+        """(arena, entries, rows, slots) as tensors over the core's memory; of `table`, if it is only a part. Rebuilt
+        only when an array was reallocated."""
         if self.mirror:
             return self.mirror.views(table or self.table)
         if self.pool.extent != self._arena_bytes:
@@ -170,7 +170,7 @@ class PageStore:
         return self._arena, self._entries, self._rows, self._slots
 
     def empties(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """k [B, H, 0, Dk] and v [B, H, 0, Dv] for calls that bring none."""
+        """k [B, H, 0, Dk] and v [B, H, 0, Dv] for calls without new tokens."""
         if self._empty_batch != self.batch:
             self._empty_batch = self.batch
             shape = (self.batch, self.num_kv_heads, 0)
@@ -178,8 +178,8 @@ class PageStore:
         return self._no_k, self._no_v
 
     def filled(self, x: torch.Tensor, side: int) -> torch.Tensor:
-        """x in the layer's basis, with its last dim filled up: zeros, or the last element again where zeros would
-        stretch the row's range. q has zeros there, and what is read is cut."""
+        """x in the layer's basis, its last dim padded with zeros, or with the last element if zeros would widen the
+        range of the row. q is padded with zeros, and padding is cut off when reading."""
         if self.basis is not None:
             x = mapped(x, self.basis[2 * side], x.dtype)
         if not self.fill[side]:
@@ -189,13 +189,13 @@ class PageStore:
         return pad(x, (0, self.fill[side]))
 
     def cut(self, x: torch.Tensor, side: int) -> torch.Tensor:
-        """x [B, H, N, D] without what fills its last dim up, and out of the layer's basis."""
+        """The inverse of `filled`, for x [B, H, N, D]: without padding, and mapped back from the layer's basis."""
         x = x[..., : -self.fill[side]] if self.fill[side] else x
         return x if self.basis is None else mapped(x, self.basis[2 * side + 1], x.dtype)
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
-        """q [B, Hq, T, query_dim] in the layer's basis (float32 then), with zeros for the dims that fill K up, and of
-        latents the rotary part."""
+        """q [B, Hq, T, query_dim] in the layer's basis (then float32), zero-padded as K, and for latents as the rotary
+        part."""
         if self.as_given:
             return q
         if self.maps is not None:
@@ -204,8 +204,8 @@ class PageStore:
         return torch.cat([pad(x, (0, fill)) for x, fill in zip(sides, self.fill, strict=False)], -1)
 
     def result(self, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The op's out [B, T, Hq, Dv] without what fills up the side that it sums: V, or K of latents; of the layer's
-        basis none is left, and the dtype is q's."""
+        """The op's out [B, T, Hq, Dv] without padding, mapped back from the basis of V (for latents, of K), in the
+        dtype of q."""
         fill = self.fill[0 if self.latent else 1]
         out = out[..., :-fill] if fill else out
         if self.basis is None:
@@ -215,13 +215,13 @@ class PageStore:
     # ------------------------------------------------------------------ appending and reading
 
     def place_spans(self, first_call: int) -> None:
-        """Fractional spans become tokens: the first call is about to bring `first_call` of them."""
+        """Resolves fractional spans to token positions, before a first call of `first_call` tokens."""
         if self.spans:
             self.table.spans = [(end, *self.codes_of[names]) for end, names in self.spans.resolve(first_call)]
 
     def plan(self, T: int, mask: torch.Tensor | None) -> tuple[np.ndarray, _C.Held | None]:
-        """The table's plan of an append, and what it copies also where the pages lie: seals [n, 2], and the pages that
-        these are of."""
+        """Plans an append in the table, with copies of shared pages also on the device. Returns seals [n, 2], and the
+        raw pages to be sealed."""
         table = self.table
         if mask is None and self.page_size > T and table.plan_fill(T):
             return _NO_SEALS, None
@@ -250,14 +250,14 @@ class PageStore:
         if op is ops.attend:
             return ops.attend_feedback(q, *call, *self._feedback)
         found = op(q, *call)
-        ops.attend_feedback(q[:, :, :0], *call, *self._feedback)  # another op's: the same tokens, better codes
+        ops.attend_feedback(q[:, :, :0], *call, *self._feedback)  # writes the same tokens again, with better codes
         return found
 
     def read(
         self, slots: torch.Tensor, count: int, like: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K [B, H, count, Dk] and V [B, H, count, Dv], decoded to the dtype of `like`, the layer's if None: where each
-        stored token goes is in `slots` int32 [B, 1 or H, N] by index, -1 for nowhere; zeros where none goes."""
+        """K [B, H, count, Dk] and V [B, H, count, Dv], decoded to the dtype of `like` (default: the layer's). slots:
+        int32 [B, 1 or H, N], by index, the destination of each stored token, or -1 to skip it. Zero elsewhere."""
         arena, entries, rows, _ = self.views()
         k, v = ops.read(
             self.like if like is None else like, arena, entries, rows, slots, self.num_kv_heads, *self.page_dims, count,
@@ -273,13 +273,13 @@ class PageStore:
         return self.read(slots, self.seen - start)
 
     def whole(self) -> bool:
-        """Are all slots so far stored, in each row, as the same tokens of all heads?"""
+        """True if all slots so far are stored, in each row and for all heads."""
         rows, seen = self.table.rows, self.seen
         return not seen or (rows.shape[1] == 1 and self.table.slots.size == 0 and bool((rows == (seen, 0)).all()))
 
     def pieces(self, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """K, V [B, H, n, D] of all slots of a `whole` store, decoded: some columns of pages of all rows at a time, of
-        about `tokens` tokens in all. Each is a table of its own; an empty column of sinks leads all but the first."""
+        """Decoded K, V [B, H, n, D] of all slots of a `whole` store, in pieces of about `tokens` tokens over all rows:
+        some columns of pages at a time, as a separate table with an empty sink column (except for the first)."""
         arena, entries, _, slots = self.views()
         columns, first = 1 + tokens // self.batch // self.page_size, 0
         for start in range(0, entries.shape[2], columns):
@@ -297,14 +297,14 @@ class PageStore:
     # ------------------------------------------------------------------ which tokens are stored
 
     def slots(self) -> np.ndarray:
-        """int32 [B, 1 or H, N] by index, -1 where no token is."""
+        """Slots by index: int32 [B, 1 or H, N]; -1: no token."""
         return slots_of(self.table).numpy()
 
     def stored_slots(self) -> list[torch.Tensor]:
-        """For each row the slots of the stored tokens in order, int64 [N_row]. ValueError where heads differ."""
+        """For each row the slots of the stored tokens in order, int64 [N_row]. Raises ValueError if heads differ."""
         rows, sidecar, slots = self.table.rows, self.table.slots, []
         if rows.shape[1] > 1:
-            raise ValueError("kept: expected heads that keep the same tokens, got heads that differ; see kept_heads")
+            raise ValueError("kept: expected the same tokens in all heads, got different ones; use kept_heads()")
         for b in range(self.batch):
             n, first = (int(x) for x in rows[b, 0])
             row = np.arange(first, first + n) if sidecar.size == 0 else sidecar[b, 0, :n].astype(np.int64)
@@ -315,7 +315,7 @@ class PageStore:
         """For each row the slot of the first token of the page that is being filled; `seen` if none is."""
         rows, sidecar, starts = self.table.rows, self.table.slots, []
         if rows.shape[1] > 1:
-            raise ValueError("page_starts: expected heads that keep the same tokens, got heads that differ")
+            raise ValueError("page_starts: expected the same tokens in all heads, got different ones")
         for b in range(self.batch):
             n, first = (int(x) for x in rows[b, 0])
             at = self.sinks + max(0, n - self.sinks) // self.page_size * self.page_size
@@ -326,7 +326,7 @@ class PageStore:
         return starts
 
     def plain_row(self, b: int) -> tuple[int, int] | None:
-        """(first slot, tokens) of row b if it holds all slots from the first on; None where tokens are missing."""
+        """(first slot, tokens) of row b if it stores all slots from the first on, else None."""
         table = self.table
         if table.rows.shape[1] > 1 or table.slots.size:
             return None
@@ -334,8 +334,8 @@ class PageStore:
         return (first, n) if first + n == self.seen else None
 
     def sealed_columns(self, b: int, start: int = 1) -> int:
-        """Full pages of row b, from the first on, in the formats that they are to have; those before column `start` are
-        taken to be."""
+        """Number of leading columns of row b that are sealed in their final formats; columns before `start` are assumed
+        to be."""
         n, entries = int(self.table.rows[b, 0, 0]), self.table.entries[b, 0]
         for column in range(start, 1 + max(0, n - self.sinks) // self.page_size):
             if formats.pair_of(int(entries[column])) != self.sealed_format(column):
@@ -343,7 +343,7 @@ class PageStore:
         return max(0, n - self.sinks) // self.page_size
 
     def sealed_format(self, column: int) -> int:
-        """What a page at `column` is sealed in: K format << 8 | V format."""
+        """Formats of a sealed page at `column`: K format << 8 | V format."""
         first = self.sinks + (column - 1) * self.page_size
         key, value = next(((k, v) for end, k, v in self.table.spans if first < end), self.codes)
         return key << 8 | value
@@ -352,15 +352,15 @@ class PageStore:
 
     @property
     def kept_tokens(self) -> int:
-        """Stored tokens, over all rows."""
+        """Number of stored tokens, summed over rows."""
         return self.table.stats()["kept"]
 
     def parts(self) -> dict[str, int]:
-        """Bytes of this layer's pages (sealed, open, sinks) and tables; without the slack of its pool."""
+        """Bytes of this layer's pages (sealed, open, sinks) and tables, without the slack of its pool."""
         s = self.table.stats()
         names = {"sealed": "sealed", "open": "open", "sinks": "sink", "tables": "table"}
         return {part: s[f"{name}_bytes"] for part, name in names.items()}
 
     def token_bytes(self) -> int:
-        """Bytes of one token, K and V of all heads, dense in the layer's dtype."""
+        """Bytes of dense K and V of one token, for all heads, in the layer's dtype."""
         return self.num_kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize

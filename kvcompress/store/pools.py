@@ -1,4 +1,4 @@
-"""The pools that layers take their pages from, and the way from one to another."""
+"""The pools of layers, and moving layers between pools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .page_store import PageStore
 
 
 def device_of(device: Any) -> torch.device:
-    """`device` as torch has it, a GPU with its number; ValueError where pages cannot lie there."""
+    """`device` as a torch.device, with an index for a GPU. Raises ValueError if it is not supported."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
@@ -25,27 +25,27 @@ def device_of(device: Any) -> torch.device:
 
 
 def for_pages(device: torch.device | None = None, max_bytes: int = 0) -> Any:
-    """A pool for one layer or cache that names none. An arena on a GPU is as long as its pool, which therefore has an
-    address space of its own there, as one with a limit has."""
+    """A new pool for a layer or cache. With a limit, or for a GPU, it has a separate address space, since an arena is
+    as long as its pool."""
     return _C.Pool(max_bytes, shared=(device is None or device.type == "cpu") and not max_bytes)
 
 
 def like(pool: Any, device: torch.device) -> Any:
-    """An empty pool with the limit of another, for pages on `device`."""
+    """An empty pool with the limit of `pool`, for pages on `device`."""
     return for_pages(device) if pool.shared else _C.Pool(pool.stats()["reserved"])
 
 
 class Pools:
-    """Where the layers of a cache take their pages from: all from `first`; or, if `each`, those of a device from a pool
-    of their own, for an arena is as long as its pool (`first` is that of `device`, or of the first that asks)."""
+    """The pools of a cache's layers: `first` for all layers; or with `each` one per device, since an arena is as long
+    as its pool (`first` is then that of `device`, or of the first device used)."""
 
     def __init__(self, first: Any, each: bool = False, device: torch.device | None = None) -> None:
         self.first, self.each = first, each
         self._on = {device: first} if device else {}
-        self._lock = threading.Lock()  # copies of a cache share them, and may run in other threads
+        self._lock = threading.Lock()  # copies of a cache share the pools, and may run in other threads
 
     def on(self, device: torch.device) -> Any:
-        """The pool of layers on `device`. ValueError for one that pages cannot lie on."""
+        """The pool of layers on `device`. Raises ValueError if the device is not supported."""
         if not self.each:
             return self.first
         device = device_of(device)
@@ -61,7 +61,7 @@ class Pools:
 
 
 def moved(store: PageStore, device: torch.device, pool: Any, scores: bool) -> PageStore:
-    """What `store` is to become: all its own but where its pages are. scores: the table keeps some."""
+    """A copy of `store` with its pages in `pool` on `device`. scores: whether the table has scores."""
     arrays, pieces = serialize.survey(store)
     twin = object.__new__(PageStore)
     twin.__dict__.update(store.__dict__)
@@ -71,5 +71,5 @@ def moved(store: PageStore, device: torch.device, pool: Any, scores: bool) -> Pa
     if store.seen:
         serialize.place(twin, arrays, *serialize.gather(store, pieces))
     columns = store.table.entries.shape[2]
-    twin.table.reserve(max(0, store.sinks + (columns - 1) * store.page_size))  # places that were promised stay so
+    twin.table.reserve(max(0, store.sinks + (columns - 1) * store.page_size))  # keep the reserved capacity
     return twin

@@ -1,4 +1,4 @@
-"""Slots of what a table stores, and of what a policy keeps; rows of several tables."""
+"""Slots of stored tokens; indices of repeated rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .. import checks
 
 
 class Kept(NamedTuple):
-    """The kept tokens of a layer, by row and KV head, in the order of the sequence: slots and positions int64 [N_bh],
-    scores float32 [N_bh] (None where the policy gathers none)."""
+    """The stored tokens of a layer, as lists by row and KV head, in sequence order: slots and positions int64 [N_bh],
+    scores float32 [N_bh] (None if the policy accumulates none)."""
 
     slots: list[list[Tensor]]
     positions: list[list[Tensor]]
@@ -21,7 +21,7 @@ class Kept(NamedTuple):
 
 
 def slots_of(table: Any) -> Tensor:
-    """int32 [B, 1 or H, N] by index, -1 where no token is."""
+    """Slots by index: int32 [B, 1 or H, N]; -1: no token."""
     rows = torch.from_numpy(table.rows)
     n = rows[:, :, 0]
     index = torch.arange(int(n.max()) if n.numel() else 0, dtype=torch.int32, device="cpu")
@@ -31,5 +31,5 @@ def slots_of(table: Any) -> Tensor:
 
 
 def copies(batch: int, n: Any) -> np.ndarray:
-    """The index that takes every row of a batch n times, copies side by side."""
+    """The index that repeats every row of a batch n times, as torch.repeat_interleave."""
     return np.repeat(np.arange(batch), checks.integer("n", n, 1, 2**24 // batch))

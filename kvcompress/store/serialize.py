@@ -1,4 +1,4 @@
-"""Pages out of their pool, in one piece of memory, and back: what files, suspension and tiers have in common."""
+"""Serialization of pages to one block of memory and back, for files, suspended caches and tiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Arrays(NamedTuple):
-    """A table apart from its pool: entries [B, Ht, P] name pages by number (number << 16 | formats; -1 none)."""
+    """A table without its pool: entries [B, Ht, P] contain page numbers (number << 16 | formats; -1: none)."""
 
     entries: NDArray[np.int64]
     rows: NDArray[np.int64]
@@ -27,22 +27,22 @@ class Arrays(NamedTuple):
 
 
 class Damaged(ValueError):
-    """Bytes that came back are not those that went."""
+    """Stored bytes have changed: wrong checksum or size."""
 
 
 LOST = (MemoryError, torch.OutOfMemoryError, OSError, Damaged)
-"""What pages that come back may raise."""
+"""Errors of fetching pages."""
 
 
 def page_size(store: PageStore, pair: int, column: int, table_heads: int) -> int:
-    """Bytes of what an entry at `column` names in formats `pair`; ValueError for formats that are none."""
+    """Bytes of a page at `column` in formats `pair`. Raises ValueError for unknown formats."""
     tokens = -(-store.sinks // 16) * 16 if column == 0 else store.page_size
     one = _C.page_bytes(pair >> 8, pair & 255, *store.page_dims, tokens)
     return one * (store.num_kv_heads if table_heads == 1 else 1)
 
 
 def page_sizes(store: PageStore, entries: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Bytes of what each entry [B, Ht, P] names; 0 where it names nothing."""
+    """Bytes of the page of each entry [B, Ht, P]; 0 for entries without a page."""
     sizes = np.zeros(entries.shape, np.int64)
     kinds = formats.pair_of(entries)
     for columns, first in ((slice(0, 1), 0), (slice(1, None), 1)):
@@ -54,7 +54,7 @@ def page_sizes(store: PageStore, entries: NDArray[np.int64]) -> NDArray[np.int64
 
 
 def survey(store: PageStore) -> tuple[Arrays, NDArray[np.int64]]:
-    """(the table, its pages numbered; pieces [n, 2]: where page i lies in the pool, and its bytes)."""
+    """(the table with page numbers; pieces [n, 2]: offset and bytes of page i in the pool)."""
     table = store.table
     used = max(
         1, int((table.entries >= 0).any((0, 1)).sum()), int((table.entries >= 0).nonzero()[2].max(initial=-1)) + 1
@@ -70,8 +70,8 @@ def survey(store: PageStore) -> tuple[Arrays, NDArray[np.int64]]:
 
 
 def page_bytes(store: PageStore, arrays: Arrays) -> NDArray[np.int64]:
-    """Bytes of each page that `arrays` numbers. ValueError unless they are numbered from 0 without gaps, each page in
-    columns of one size."""
+    """Bytes of each page in `arrays`. Raises ValueError unless pages are numbered from 0 without gaps, each with one
+    size."""
     entries, there = arrays.entries, arrays.entries >= 0
     numbers, sizes = formats.block_of(entries[there]), page_sizes(store, entries)[there]
     n = int(numbers.max(initial=-1)) + 1
@@ -90,8 +90,8 @@ def page_bytes(store: PageStore, arrays: Arrays) -> NDArray[np.int64]:
 
 
 def place(store: PageStore, arrays: Arrays, memory: Bytes, checksum: int) -> None:
-    """The empty `store` takes over `arrays`, with pages of its pool that hold `memory`. Raises MemoryError (pool),
-    Damaged (checksum), ValueError (arrays that fit no such layer); the store is still empty then."""
+    """Fills the empty `store` with `arrays` and the page bytes in `memory`. Raises MemoryError (pool full), Damaged
+    (wrong checksum) or ValueError (arrays that do not match the layer); the store is then still empty."""
     pool, sizes = store.pool, page_bytes(store, arrays)
     if int(sizes.sum()) != memory.size:
         raise ValueError(f"expected {int(sizes.sum())} bytes of pages, got {memory.size}")
@@ -99,7 +99,7 @@ def place(store: PageStore, arrays: Arrays, memory: Bytes, checksum: int) -> Non
     more, refs = np.empty(0, np.int64), 0
     try:
         if scatter(memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes], 1)), memory) != checksum:
-            raise Damaged(f"expected {memory.size} bytes as they were written, got others (checksum)")
+            raise Damaged(f"expected the {memory.size} bytes that were written, got others (wrong checksum)")
         there = arrays.entries >= 0
         numbers = formats.block_of(arrays.entries[there])
         entries = arrays.entries.copy()
@@ -115,15 +115,15 @@ def place(store: PageStore, arrays: Arrays, memory: Bytes, checksum: int) -> Non
 
 
 def gather(store: PageStore, pieces: NDArray[np.int64], memory: Bytes | None = None) -> tuple[Bytes, int]:
-    """(the pieces' bytes, in `memory` if given; their checksum)."""
+    """(bytes of the pieces, in `memory` if given; their checksum)."""
     if memory is None:
         memory = np.empty(int(pieces[:, 1].sum()), np.uint8)
     return memory, device_memory.gather(memory_of(store), pieces, memory)
 
 
 def runs_of(store: PageStore, plain: dict[str, Any]) -> list[list[tuple[int, int]]]:
-    """Runs of pads as a file has them. ValueError for what are none of `store`."""
+    """Runs of padding from a file. Raises ValueError if they do not match `store`."""
     runs = [[(int(a), int(b)) for a, b in row] for row in plain["pads"]]
     if len(runs) != store.batch or any(not 0 <= a < b <= store.seen for row in runs for a, b in row):
-        raise ValueError(f"expected runs of pads of {store.batch} rows below slot {store.seen}, got others")
+        raise ValueError(f"expected runs of padding for {store.batch} rows below slot {store.seen}, got others")
     return runs

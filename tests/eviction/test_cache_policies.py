@@ -127,7 +127,7 @@ def test_other_attention_sees_what_is_kept(policy, implementation):
 
 def test_what_other_attention_cannot_do_is_refused():
     m = select(copy.deepcopy(model("llama")), "sdpa")
-    for policy, batch, text in ((H2O(40), 1, "looks at attention"), (KNorm(40), 2, "in a batch")):
+    for policy, batch, text in ((H2O(40), 1, "uses attention"), (KNorm(40), 2, "in a batch")):
         with pytest.raises(ValueError, match=f"{text}.*enable"):
             generate(m, ids(batch, 20), cache_of(m, policy=policy))
 

@@ -54,13 +54,13 @@ ALONE = {  # what enable() leaves as it is, and why
             init_std=0.2,
             attention_type="original_full",
         ),
-        "wants eager's 4D mask",
+        "needs eager's 4D mask",
     ),
     "moshi": (  # a causal mask over a cache of windows: what a query sees depends on the calls
         lambda: hf.MoshiConfig(**some(sliding_window=models.WINDOW), ffn_dim=64),
         "its window is that of the cache alone",
     ),
-    "pools": (lambda: pooled(hf.DeepseekV32Config(**some(**SPARSE))), "no layer is full, sliding or chunked attention"),
+    "pools": (lambda: pooled(hf.DeepseekV32Config(**some(**SPARSE))), "no layer uses full, sliding-window or chunked"),
 }
 
 
@@ -93,7 +93,7 @@ def test_models_without_attention_are_refused():
     model = build(hf.MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=2, state_size=4))
     want = generate(model, ids(1, 9), None).sequences
     for make in (lambda: KVCache(model.config), lambda: patch_generate(model, "int8")):
-        with pytest.raises(ValueError, match="got MambaConfig, which has none: there is nothing to compress"):
+        with pytest.raises(ValueError, match="got MambaConfig, which has none, so there is nothing to compress"):
             make()
     assert torch.equal(generate(model, ids(1, 9), None).sequences, want)  # left as it was
 
@@ -102,7 +102,7 @@ def test_a_model_with_a_cache_of_its_own_is_refused():
     model = build(hf.MiniMaxConfig(**some(), num_local_experts=2, block_size=16))
     want = generate(model, ids(1, 9), None).sequences
     for make in (lambda: KVCache(model.config), lambda: enable(model), lambda: patch_generate(model, "int8")):
-        with pytest.raises(ValueError, match="got MiniMaxConfig, which wants one of its own"):
+        with pytest.raises(ValueError, match="got MiniMaxConfig, which uses a cache of its own"):
             make()
     assert torch.equal(generate(model, ids(1, 9), None).sequences, want)
 
@@ -185,7 +185,7 @@ def test_enable_leaves_alone_what_needs_its_own_masks(name, capsys):
 def test_a_kind_of_layer_that_we_do_not_know_is_left_alone():
     m = build(models.CONFIGS["llama"]())
     m.config.layer_types = ["full_attention", "indexed_attention"]
-    assert "indexed_attention attention works on the 4D masks" in str(enable(m, verbose=False))
+    assert "indexed_attention attention needs the 4D masks" in str(enable(m, verbose=False))
 
 
 @pytest.mark.parametrize("given", [

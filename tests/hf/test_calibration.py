@@ -164,7 +164,7 @@ def test_generate_and_files(made, tmp_path):
     assert cache.to_dict()["calibration"] == str(path)
     KVCache.from_dict(model.config, json.loads(json.dumps(cache.to_dict())))
     for wrong in (None, Calibration({0: found.layers[0]}, found.model, {0: found.weights[0]})):
-        with pytest.raises(ValueError, match="give load\\(\\) the calibration that it was saved with|knows layer"):
+        with pytest.raises(ValueError, match="pass load\\(\\) the calibration that it was saved with|with layer"):
             KVCache.load(tmp_path / "a.kvc", model.config, calibration=wrong)
     plain = KVCache(model.config, "int2")
     plain.save(tmp_path / "b.kvc")
@@ -234,10 +234,10 @@ def other(model, name):
 
 
 REFUSED = {
-    "no file": (ValueError, "cal2: expected calibration=FILE that knows layer 0", lambda m, c: KVCache(
+    "no file": (ValueError, "cal2: expected calibration= with layer 0", lambda m, c: KVCache(
         m.config, "cal2")),
-    "for a layer": (ValueError, "knows layer 1", lambda m, c: KVCache(m.config, "int4", per_layer={1: "cal2"})),
-    "by position": (ValueError, "knows layer 0", lambda m, c: KVCache(m.config, "int8", spans=[(0, None, "cal2")])),
+    "for a layer": (ValueError, "with layer 1", lambda m, c: KVCache(m.config, "int4", per_layer={1: "cal2"})),
+    "by position": (ValueError, "with layer 0", lambda m, c: KVCache(m.config, "int8", spans=[(0, None, "cal2")])),
     "of another": (ValueError, "its config differs", lambda m, c: KVCache(other(m, "vocab_size"), calibration=c)),
     "ranks": (ValueError, "calibration or group", lambda m, c: KVCache(m.config, calibration=c, group=object())),
     "moved sinks": (ValueError, "no calibration", lambda m, c: KVCache(
@@ -266,7 +266,7 @@ def test_other_weights_are_refused_at_the_first_call(made):
     with torch.no_grad():
         changed.model.layers[1].self_attn.k_proj.weight.mul_(1.01)
         cache = KVCache(changed.config, "cal2", calibration=found)
-        with pytest.raises(ValueError, match="other weights in layer 1 .*: run `kvcompress calibrate`"):
+        with pytest.raises(ValueError, match="other weights in layer 1 .*; run `kvcompress calibrate`"):
             changed(models.ids(1, 20), past_key_values=cache)
     assert cache.get_seq_length() == 0
 

@@ -164,7 +164,7 @@ def test_policies_that_look_at_attention_do_not_see_a_4d_mask(policy):
     m, inputs = build("gemma3")
     assert enable(m, verbose=False).fused
     cache = cache_of(m, "raw", policy=policy)
-    with pytest.raises(ValueError, match=r"expected plain causal attention for .*\(budget=20.*got a 4D mask \(images"):
+    with pytest.raises(ValueError, match=r"expected causal attention for .*\(budget=20.*got a 4D mask \(images"):
         generate(m, inputs, cache)
     assert cache.get_seq_length() == 0
     generate(m, {"input_ids": ids(2, 45)}, cache)

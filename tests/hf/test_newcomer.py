@@ -83,7 +83,7 @@ def test_arguments_of_another_kind(tmp_path) -> None:
         (ValueError, "KVCache: save: path: expected the path of a file, got '', which", lambda: cache.save("")),
         (TypeError, "Calibration: load: path: expected the path of a file", lambda: Calibration.load(5)),
         (TypeError, "QuantizedTensor: load: path: expected the path of a file", lambda: QuantizedTensor.load(None)),
-        (ValueError, "got RwkvConfig, which wants one of its own", lambda: KVCache(RwkvConfig())),
+        (ValueError, "got RwkvConfig, which uses a cache of its own", lambda: KVCache(RwkvConfig())),
     ]  # fmt: skip
     for kind, says, do in cases:
         with pytest.raises(kind, match=says):

@@ -340,6 +340,6 @@ def test_the_original_of_a_shallow_copy_is_gone():
     shallow = copy.copy(m := fresh())
     del m
     gc.collect()
-    with pytest.raises(RuntimeError, match=r"enable\(model\) the copy"):
+    with pytest.raises(RuntimeError, match=r"enable\(model\) on the copy"):
         shallow.get_compiled_call(None)
     assert select(shallow, "kvcompress").get_compiled_call.model() is shallow

@@ -25,7 +25,7 @@ def test_where_a_suspended_cache_waits_nobody_writes(llama, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     for act in (second.save, second.suspend):
         for same_place in (path, "a.kvc", tmp_path / "." / "a.kvc"):
-            with pytest.raises(ValueError, match="where a suspended cache waits"):
+            with pytest.raises(ValueError, match="which a suspended cache uses"):
                 act(same_place)
     assert second.get_seq_length() == 50 and second.forward_pass.suspended is None
     own = path.read_bytes()

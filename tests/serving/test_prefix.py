@@ -394,7 +394,7 @@ def test_bad_inputs(llama):
         prefix.commit(cache, ids(2, 90))
     with pytest.raises(ValueError, match="input_ids: expected integers"):
         prefix.open(torch.zeros(0, 5, dtype=torch.long))
-    with pytest.raises(ValueError, match="suspended one; resume"):
+    with pytest.raises(ValueError, match="suspended one; call resume"):
         cache.suspend()
         prefix.commit(cache, prompt)
     assert prefix.open(prompt[:, :1]).get_seq_length() == 0 and prefix.commit(prefix.new(), prompt) == 0

@@ -73,7 +73,7 @@ def call(m, cache, T=80, seed=0):
 def test_a_warning_names_the_layers_once(implementation):
     m = select(biased(), implementation)
     cache = KVCache(m.config, "int4_token")
-    with pytest.warns(UserWarning, match=r"layers \[1\]: K breaks its format. Layer 1: int4_token.*head 0.*use int4"):
+    with pytest.warns(UserWarning, match=r"layers \[1\]: keys do not suit .*Layer 1: int4_token.*head 0.*use int4"):
         call(m, cache)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -97,7 +97,7 @@ def test_strict_refuses_and_keeps_what_there_was(implementation):
     call(m, cache, 20)
     before = [x.clone() for layer in cache.layers for x in layer.store.dense()]
     for _ in range(2):
-        with pytest.raises(ValueError, match="layer 1: expected a K that its format keeps, int4_token adds noise"):
+        with pytest.raises(ValueError, match="layer 1: expected keys that suit their format, but int4_token"):
             call(m, cache)
     assert cache.get_seq_length() == 20
     assert all(
@@ -111,7 +111,7 @@ def test_short_calls_are_looked_at_before_they_are_sealed():
     m = select(biased(), "kvcompress")
     cache = KVCache(m.config, "int4_token", strict=True, page_size=32)
     call(m, cache, 20)
-    with pytest.raises(ValueError, match="layer 1: expected a K"):
+    with pytest.raises(ValueError, match="layer 1: expected keys"):
         for i in range(40):
             call(m, cache, 1, seed=i)
     assert cache.get_seq_length() == 36 and cache.layers[1].store.page_store.parts()["sealed"] == 0
@@ -141,4 +141,4 @@ def test_shipped_models(name, breaks):
         with warnings.catch_warnings(record=True) as caught, torch.no_grad():
             warnings.simplefilter("always")
             m(ids, past_key_values=KVCache(m.config, key))
-        assert any("breaks its format" in str(w.message) for w in caught) == (key in breaks), key
+        assert any("do not suit their format" in str(w.message) for w in caught) == (key in breaks), key

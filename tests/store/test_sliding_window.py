@@ -144,7 +144,7 @@ def test_a_ring_takes_back_its_last_call_and_no_more():
         store.crop(183)
     assert store.seen == 200
     store.crop(184)
-    with pytest.raises(ValueError, match="expected at most 0 slots whose window is still there, got 1"):
+    with pytest.raises(ValueError, match="expected at most 0 queries whose window is still stored, got 1"):
         store.attend(torch.randn(1, H, 1, D))
     store.append(x[:, :, :5], x[:, :, :5])
     assert store.attend(torch.randn(1, H, 5, D))[0].isfinite().all()

@@ -95,7 +95,7 @@ RULES = [
         "whose heads keep different numbers of tokens",
     ),
     Rule({"policy": SOME[1:], "attention": ("sdpa",), "mode": ("draft",)}, "record", "leaves heads and layers with"),
-    Rule({"policy": LOOKS, "attention": ("sdpa",)}, "call", "expected the kvcompress attention for a policy"),
+    Rule({"policy": LOOKS, "attention": ("sdpa",)}, "call", "expected kvcompress attention for a policy"),
 ]
 # No combination at all: heads too wide for a GPU, an option of one policy, prompts of a prefix without pads, pads that
 # want our attention.
