@@ -88,8 +88,8 @@ asan: asan-built ## the suite under AddressSanitizer and UBSan, in a build of it
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=. \
 	  ../../$(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider tests
 
-sass: $(VENV)/.dev $(VENV)/.built $(VENV)/.tools ## the attention kernels' machine code, run without a GPU (needs nvcc)
-	$(PY) -m pytest -m "full or not full" -q -rfEs -n 2 -p no:cacheprovider tests/cuda/test_sass.py
+sass: $(VENV)/.dev $(VENV)/.built $(VENV)/.tools ## the kernels' machine code, run without a GPU (needs nvcc)
+	$(PY) -m pytest -m "full or not full" -q -rfEs -n 2 -p no:cacheprovider $(wildcard tests/cuda/test_sass*.py)
 
 gpu-budget: $(VENV)/.built $(VENV)/.tools ## instructions of the attention kernels against what memory and tensor cores allow (needs nvcc; fails if missed)
 	$(PY) tests/sass/budgets.py

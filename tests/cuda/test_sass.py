@@ -1,28 +1,23 @@
-"""The emulator of machine code (sass/): faults planted in small programs, which it must find; then the decode
-kernels as nvcc makes them, against attention in float64 on what is stored (full: needs nvcc and nvdisasm)."""
+"""The emulator of machine code (sass/): faults planted in small programs, which it must find, and what instructions
+come to. Kernels as nvcc makes them: test_sass_attention.py, test_sass_codec.py."""
 
 import ctypes
-import functools
 import sys
 from pathlib import Path
 
 import cuda_twin
 import numpy as np
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sass"))
 import program
 import replay
-import runner
 from machine import Block, Fault
-
-from kvcompress import _C, PagedKV
 
 pytestmark = pytest.mark.skipif(cuda_twin.DEVICE != "cpu", reason="the twin's")
 
 
-def run(text, threads=32, argument=b"", regions=(), shared=256):
+def run(text, threads=32, argument=b"", regions=(), shared=256, parameters=(0x210, 64)):
     """A program as nvdisasm would print it."""
     lines, labels, code = [x.strip() for x in text.strip().splitlines()], {}, []
     for line in lines:
@@ -30,7 +25,7 @@ def run(text, threads=32, argument=b"", regions=(), shared=256):
             labels[line[:-1]] = len(code)
         else:
             code.append(program.parse(16 * len(code), line))
-    kernel = program.Kernel("planted", code, labels, b"", (0x210, 64))
+    kernel = program.Kernel("planted", code, labels, b"", parameters)
     return Block(kernel, argument, (0, 0, 0), (1, 1, 1), threads, shared, regions).run()
 
 
@@ -216,113 +211,108 @@ def test_replays_wait_as_was_encoded():
     assert replay.cycles(waits, [[0, 1]]) == 2
 
 
-# ---------------------------------------------------------------- the kernels
-
-BOUND = {"raw": 1e-2, "int8": 5e-3, "fp8_e4m3": 5e-3, "int4": 2e-2, "int2": 2e-2}
-WHY = runner.missing()
-
-
-def attended(name, tokens, group, arch, dim=128, processors=1, dtype=torch.float16, shift=0):
-    """(out, attention in float64 on the stored tokens) and the twin's, of a decode step in machine code, which also
-    writes the token as the twin does; q lies `shift` elements behind what 16 bytes divide."""
-    random = torch.Generator().manual_seed(tokens)
-    heads = 2
-    layers = [PagedKV(heads, dim, key=name, page_size=64, dtype=dtype, pool=_C.Pool()) for _ in range(2)]
-    k, v = (torch.randn(1, heads, tokens, dim, generator=random).to(dtype) for _ in range(2))
-    step = [torch.randn(1, h, 1, dim, generator=random).to(dtype) for h in (group * heads, heads, heads)]
-    room = torch.zeros(step[0].numel() + shift, dtype=dtype)
-    step[0] = room[shift:].view(step[0].shape).copy_(step[0])
-    machine = runner.Machine("kvc_attend.*", arch, processors=processors, counters=heads)
-    calls = lambda *args, **options: machine.call("attend", *args, **options)  # noqa: E731
-    results = []
-    for kv, op in zip(layers, (calls, cuda_twin.Twin(processors=processors, counters=heads).attend), strict=True):
-        kv.append(k[:, :, 1:], v[:, :, 1:])
-        kv.append(k[:, :, :1], v[:, :, :1])  # seals what is full: the step has nothing to seal
-        kv.op = op
-        results.append(kv.attend(*step)[0])
-    assert len(machine.launches) == 1 and np.array_equal(*(kv.page_store.pool.arena for kv in layers))
-    blocks = [block for block in machine.blocks if block.kernel.name.startswith("kvc_attend")]
-    assert len(blocks) > heads * (processors > 1)  # runs, where there are multiprocessors for them
-    K, V = (x.double().repeat_interleave(group, 1) for x in layers[0].dense())
-    scores = torch.softmax(step[0].double() @ K.transpose(2, 3) * dim**-0.5, -1)
-    return results[0].double(), scores @ V, results[1].double()
+def stored(text, words, parameters=(0x210, 64)):
+    """What a program of 32 lanes leaves in R4.., of each lane `words` (a power of two)."""
+    out = np.zeros((32, words), np.uint32)
+    at = out.ctypes.data
+    constant = "c[0x0][%#x]"
+    start = f"""S2R R0, SR_TID.X
+        MOV R2, {constant % parameters[0]}
+        MOV R3, {constant % (parameters[0] + 4)}
+        IMAD.WIDE.U32 R2, R0, {4 * words:#x}, R2
+        """
+    width = {1: "", 2: ".64", 4: ".128"}[words]
+    end = f"\nSTG.E{width} desc[UR4][R2.64], R4\nEXIT"
+    run(start + text + end, argument=bytes(ctypes.c_uint64(at)), regions=[(at, out.nbytes)], parameters=parameters)
+    return out
 
 
-@pytest.mark.full
-@pytest.mark.skipif(WHY is not None, reason=str(WHY))
-@pytest.mark.parametrize("arch", ["90"])
-@pytest.mark.parametrize("name,tokens,group", [
-    *((name, tokens, group) for name in BOUND for tokens, group in ((150, 4), (64, 8))), ("int2", 64 * 39 + 7, 8),
-])  # fmt: skip
-def test_decode_in_machine_code(name, tokens, group, arch):
-    """The last: pages of 2 bits, eight at a time and what is left of them."""
-    got, want, twin = attended(name, tokens, group, arch)
-    want = want if got.shape == want.shape else want.transpose(1, 2)
-    bound = BOUND[name] * max(1.0, float(want.abs().max()))
-    assert (got - want).abs().max() <= bound and (got - twin).abs().max() <= bound
+def test_pairs_of_registers():
+    """Integers of 64 bits as sm_120 has them: a carry, a sign, what is chosen and compared."""
+    lanes = np.arange(32, dtype=np.int64)
+    text = """MOV.64 R8, 0xfffffffffffffff0
+        MOV R10, R0
+        MOV R11, RZ
+        """
+    total = stored(text + "IADD.64 R4, R8, R10\nIADD.64 R6, -R10, 0x5", 4).view(np.int64)
+    assert (total == np.stack([lanes - 16, 5 - lanes], 1)).all()
+    most = "IMNMX.S64 PT, PT, R4, R8, R10, !PT, !PT\nIMNMX.U64 PT, PT, R6, R8, R10, !PT, !PT"
+    assert (stored(text + most, 4).view(np.int64) == np.stack([lanes, 0 * lanes - 16], 1)).all()
+    chosen = """ISETP.GT.S64.AND P0, PT, R10, R8, PT
+        ISETP.GT.U64.OR P1, PT, R10, 0x7, !P0
+        SEL.64 R4, R8, 0x1, P0
+        SEL.64 R6, R10, RZ, P1"""
+    assert (stored(text + chosen, 4).view(np.int64) == np.stack([0 * lanes - 16, lanes * (lanes > 7)], 1)).all()
+    for bad in ("IADD.64 R4, P0, R8, R10", "IMNMX.S64 PT, PT, R4, R8, R10, PT, P0"):
+        with pytest.raises(Fault, match="a carry of 64 bits"):
+            run(START + bad + "\nEXIT")
 
 
-@pytest.mark.full
-@pytest.mark.skipif(WHY is not None, reason=str(WHY))
-@pytest.mark.parametrize("dtype,shift", [(torch.bfloat16, 0), (torch.float16, 1)])
-def test_queries_in_machine_code(dtype, shift):
-    """Rotated by tensor cores, of bf16; row by row where they do not lie in pieces of 16 bytes."""
-    got, want, twin = attended("int4", 150, 4, "90", dtype=dtype, shift=shift)
-    want = want if got.shape == want.shape else want.transpose(1, 2)
-    bound = (BOUND["int4"] + (8e-3 if dtype == torch.bfloat16 else 0)) * max(1.0, float(want.abs().max()))
-    assert (got - want).abs().max() <= bound and (got - twin).abs().max() <= bound
+def test_half_of_a_pair_that_nobody_wrote():
+    """Moves keep apart which half was written."""
+    moved = "MOV R8, R0\nMOV.64 R10, R8\nISETP.EQ.AND P0, PT, R0, R0, PT\nSEL.64 R12, R10, RZ, P0\n"
+    run(START + moved + "STS [R1], R12\nEXIT")
+    for half in ("R11", "R13"):
+        with pytest.raises(Fault, match="what is stored"):
+            run(START + moved + f"STS [R1], {half}\nEXIT")
 
 
-@pytest.mark.full
-@pytest.mark.skipif(WHY is not None, reason=str(WHY))
-@pytest.mark.parametrize("name", ["raw", "int4"])
-def test_runs_are_made_one_by_the_block_that_comes_last(name):
-    got, want, twin = attended(name, 64 * 12, 4, "90", processors=6)
-    assert (got - want).abs().max() <= BOUND[name] and (got - twin).abs().max() <= BOUND[name]
+def test_products_and_sums_are_rounded_once():
+    """1 + 2^-23 + 2^-24 - 2^-70 is less than half way to the next number, which float64 does not know."""
+    numbers = [np.float32(x).view(np.uint32) for x in ((2**23 + 1) * 2.0**-35, (2**23 - 1) * 2.0**-35, 1 + 2.0**-23)]
+    text = "".join(f"MOV R{8 + i}, {int(x):#x}\n" for i, x in enumerate(numbers))
+    kinds = "FFMA R4, R8, R9, R10\nFFMA.RM R5, R8, R9, R10\nFFMA.RP R6, R8, R9, R10\nFMUL.RZ R7, -R10, R10"
+    found = stored(text + kinds, 4).view(np.float32)
+    assert (found == np.float32([1 + 2.0**-23, 1 + 2.0**-23, 1 + 2.0**-22, -1 - 2.0**-22])).all()
+    text = """MOV R8, 0x400000
+        FMUL.FTZ R4, R8, 4
+        FMUL R5, R8, 4
+        FSET.BF.GT.AND R6, R8, RZ, PT
+        FSET.BF.LT.OR R7, R8, RZ, !PT"""
+    assert (stored(text, 4).view(np.float32) == np.float32([0, 2.0**-125, 1, 0])).all()
 
 
-@pytest.mark.full
-@pytest.mark.skipif(WHY is not None, reason=str(WHY))
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name,processors", [("raw", 1), ("int8", 1), ("fp8_e4m3", 1), ("int4", 3), ("int2", 1)])
-def test_prefill_in_machine_code(name, processors, dtype):
-    """64 rows a block over pages, the call's own tokens last, which not all rows see."""
-    random, heads, tokens, own, dim = torch.Generator().manual_seed(5), 1, 150, 40, 128
-    layers = [PagedKV(heads, dim, key=name, page_size=64, dtype=dtype) for _ in range(2)]
-    k, v = (torch.randn(1, heads, tokens, dim, generator=random).to(dtype) for _ in range(2))
-    step = [torch.randn(1, h, own, dim, generator=random).to(dtype) for h in (2 * heads, heads, heads)]
-    machine = runner.Machine("kvc_prefill.*", "90", processors=processors)
-    calls = lambda *args, **options: machine.call("attend", *args, **options)  # noqa: E731
-    results = []
-    for kv, op in zip(layers, (calls, cuda_twin.Twin(processors=processors).attend), strict=True):
-        kv.append(k, v)
-        kv.op = op
-        results.append(kv.attend(*step)[0].double())
-    assert {block.kernel.name for block in machine.blocks} == {"kvc_prefill_128"}
-    K, V = (x.double().repeat_interleave(2, 1) for x in layers[0].dense())
-    scores = step[0].double() @ K.transpose(2, 3) * dim**-0.5
-    scores += torch.full((own, tokens + own), -torch.inf).triu(tokens + 1)
-    want = torch.softmax(scores, -1) @ V
-    bound = {torch.float16: 0, torch.bfloat16: 8e-3}[dtype] + (1e-3 if name == "raw" else BOUND[name])
-    assert (results[0] - want).abs().max() <= bound and (results[0] - results[1]).abs().max() <= bound
+def test_lanes_meet_where_they_branch_if_all_are_there():
+    """BRA.CONV of sm_80: what it jumps over is for lanes that are not all there."""
+    text = """ISETP.GE.AND P0, PT, R0, 0x5, PT
+        MOV R4, RZ
+        @P0 BRA `(.late)
+        MOV R4, 0x1
+        .late:
+        BRA.CONV ~URZ, `(.all)
+        MOV R4, 0x7
+        .all:
+        IADD3 R4, R4, R0, RZ"""
+    assert (stored(text, 1)[:, 0] == np.arange(32) + (np.arange(32) < 5)).all()
 
 
-@pytest.mark.full
-@pytest.mark.skipif(WHY is not None, reason=str(WHY))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_tokens_in_machine_code(dtype):
-    """Steps of decode, of which some fill a page, with room for seals, so that a launch writes: the bytes that the twin
-    writes, by 400 instructions a warp."""
-    random, machine = torch.Generator().manual_seed(6), runner.Machine("kvc_token.*", "90")
-    layers = [PagedKV(2, 48, key="int8", page_size=16, batch=2, dtype=dtype, pool=_C.Pool()) for _ in range(2)]
-    none, twin = torch.full((1, 2), -1), cuda_twin.Twin()
-    for kv, call in zip(layers, (functools.partial(machine.call, "attend"), twin.attend), strict=True):
-        kv.op = lambda *x, call=call: call(*x[:9], x[9] if len(x[9]) else none, *x[10:])
-    for T in (15, *[1] * 20):
-        step = [torch.randn(2, h, T, 48, generator=random).to(dtype) for h in (4, 2, 2)]
-        got, want = (kv.attend(*step)[0] for kv in layers)
-        arenas = [kv.page_store.pool.arena for kv in layers]
-        assert torch.equal(got, want) and np.array_equal(*arenas)
-    warps = [w for b in machine.blocks for w in b.warps]
-    assert len(machine.blocks) == 20 * 8 and max(w.executed for w in warps) <= 400
-    assert len({i for w in warps for i in w.counts}) <= 500  # different ones, which are to be fetched
+def test_where_a_launch_finds_its_sizes():
+    """From sm_100 on they lie before the parameters."""
+    for parameters, size in (((0x210, 64), 0x0), ((0x380, 64), 0x360)):
+        assert (stored(f"LDCU UR6, c[0x0][{size:#x}]\nMOV R4, UR6", 1, parameters) == 32).all()
+
+
+def test_lanes_that_part_meet_where_they_said():
+    """The way of some lanes lies behind the place where all meet, as compilers put what is rare."""
+    text = """ISETP.GE.AND P0, PT, R0, 0x5, PT
+        ISETP.EQ.AND P1, PT, R0, 0x3, PT
+        MOV R4, R0
+        BSSY B0, `(.all)
+        @!P0 BRA `(.rare)
+        {}.all:
+        BSYNC B0
+        .then:
+        SHFL.IDX PT, R4, R4, RZ, 0x1f
+        BRA `(.end)
+        .rare:
+        IADD3 R4, R4, 0x64, RZ
+        {}BRA `(.all)
+        .end:
+        NOP"""
+    assert (stored(text.format("", ""), 1) == 100).all()
+    with pytest.raises(Fault, match="diverge"):
+        stored(text.replace("BSYNC B0", "NOP").format("", ""), 1)
+    leaves = "@P1 BREAK B0\n        @P1 EXIT\n        "
+    assert (stored(text.format("", leaves), 1).ravel() == np.where(np.arange(32) == 3, 0, 100)).all()
+    with pytest.raises(Fault, match="different places"):  # one waits elsewhere for all, who wait for it
+        stored(text.format("", "@P1 WARPSYNC.ALL\n        "), 1)

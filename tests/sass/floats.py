@@ -2,12 +2,34 @@
 products are summed in float64 and rounded once to float32."""
 
 import numpy as np
-from instructions import Fault, U, handles, low, signed
+from instructions import Fault, U, combine, handles, low, signed
 
 FUNCTIONS = {
     "RCP": lambda v: 1 / v, "EX2": np.exp2, "LG2": np.log2, "RSQ": lambda v: 1 / np.sqrt(v), "SQRT": np.sqrt,
     "TANH": np.tanh,
 }  # fmt: skip
+
+
+def _odd_sum(a, b):
+    """a + b in float64, odd where it is not exact: rounded to float32 it is then as if it had been exact."""
+    total = a + b
+    rest = total - a
+    error = (a - (total - rest)) + (b - rest)
+    even = (error != 0) & np.isfinite(total) & (total.view(np.int64) & 1 == 0)
+    return np.where(even, np.nextafter(total, np.copysign(np.inf, error)), total) if even.any() else total
+
+
+def _larger(a, b):
+    return np.abs(a) > np.abs(b)
+
+
+def _rounded(value, modifiers):
+    """To float32: to the nearest, down, up, to 0."""
+    near = value.astype(np.float32)
+    for way, towards, beyond in (("RM", -np.inf, np.greater), ("RP", np.inf, np.less), ("RZ", 0, _larger)):
+        if way in modifiers:
+            near = np.where(beyond(near, value), np.nextafter(near, np.float32(towards)), near)
+    return near
 
 
 def _put(w, x, value):
@@ -19,22 +41,28 @@ def fadd(w, x):
     _put(w, x.operands[0], w.real(x.operands[1]) + w.real(x.operands[2]))
 
 
+def _flushed(x, value):
+    """As .FTZ has it: numbers below the normal ones are 0."""
+    return np.where(np.abs(value) < 2.0**-126, np.copysign(0, value), value) if "FTZ" in x.modifiers else value
+
+
 @handles("FMUL")
 def fmul(w, x):
-    _put(w, x.operands[0], w.real(x.operands[1]) * w.real(x.operands[2]))
+    a, b = (_flushed(x, w.real(y)).astype(np.float64) for y in x.operands[1:3])
+    _put(w, x.operands[0], _flushed(x, _rounded(a * b, x.modifiers)))
 
 
 @handles("FFMA")
 def ffma(w, x):
     a, b, c = (w.real(y).astype(np.float64) for y in x.operands[1:4])
-    value = a * b + c
+    value = _rounded(_odd_sum(a * b, c), x.modifiers)
     _put(w, x.operands[0], np.clip(np.nan_to_num(value), 0, 1) if "SAT" in x.modifiers else value)
 
 
-@handles("FMNMX")
+@handles("FMNMX", "FMNMX3")
 def fmnmx(w, x):
-    a, b = w.real(x.operands[1]), w.real(x.operands[2])
-    _put(w, x.operands[0], np.where(w.predicate(x.operands[3]), np.fmin(a, b), np.fmax(a, b)))
+    numbers = [w.real(y) for y in x.operands[1:-1]]
+    _put(w, x.operands[0], np.where(w.predicate(x.operands[-1]), np.fmin.reduce(numbers), np.fmax.reduce(numbers)))
 
 
 @handles("FSEL")
@@ -43,16 +71,27 @@ def fsel(w, x):
     _put(w, o[0], w.choose(o[3], lambda: w.real(o[1]), lambda: w.real(o[2])))
 
 
-@handles("FSETP")
-def fsetp(w, x):
-    o, m = x.operands, x.modifiers
-    a, b = w.real(o[2]), w.real(o[3])
+def _compared(kind, a, b):
     none = np.isnan(a) | np.isnan(b)
     ordered = {"LT": a < b, "LE": a <= b, "GT": a > b, "GE": a >= b, "EQ": a == b, "NE": (a != b) & ~none}
-    result = none if m[0] == "NAN" else ~none if m[0] == "NUM" else ordered[m[0][:2]]
-    if len(m[0]) == 3 and m[0].endswith("U"):  # true where one is NaN
-        result = result | none
-    w.compare(x, result, o[4])
+    result = none if kind == "NAN" else ~none if kind == "NUM" else ordered[kind[:2]]
+    return result | none if len(kind) == 3 and kind.endswith("U") else result  # true where one is NaN
+
+
+@handles("FSETP")
+def fsetp(w, x):
+    a, b = (_flushed(x, w.real(y)) for y in x.operands[2:4])
+    w.compare(x, _compared(x.modifiers[0], a, b), x.operands[4])
+
+
+@handles("FSET")
+def fset(w, x):
+    """1 or 0."""
+    o, m = x.operands, x.modifiers
+    if m[0] != "BF":
+        raise Fault("unknown instruction: a mask of a comparison")
+    result = _compared(m[1], *(_flushed(x, w.real(y)) for y in o[1:3]))
+    _put(w, o[0], combine(m, result, w.predicate(o[3])))
 
 
 @handles("FCHK")
@@ -72,7 +111,7 @@ def mufu(w, x):
     _put(w, x.operands[0], FUNCTIONS[kind](w.real(x.operands[1]).astype(np.float64)))
 
 
-@handles("I2F", "I2FP")
+@handles("I2F", "I2FP", "UI2F")
 def i2f(w, x):
     m = x.modifiers
     if "U64" in m or "S64" in m:

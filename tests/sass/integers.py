@@ -84,7 +84,7 @@ def viadd(w, x):
 
 @handles("VIMNMX", "VIMNMX3", "VIADDMNMX", "IMNMX", "UVIMNMX")
 def minmax(w, x):
-    o = x.operands
+    o = [x.operands[0], *x.operands[_predicates(x, 1)[1] :]]
     first, rest = (w.value(o[1]) + w.value(o[2]), o[3:]) if x.name == "VIADDMNMX" else (w.value(o[1]), o[2:])
     kind = U if "U32" in x.modifiers else np.int32
     numbers = [np.ascontiguousarray(a).view(kind) for a in (first, *map(w.value, rest[:-1]))]

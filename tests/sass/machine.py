@@ -12,6 +12,7 @@ import integers  # noqa: F401 (registers its instructions)
 import memory
 import movement  # noqa: F401
 import numpy as np
+import pairs  # noqa: F401
 from instructions import ALL, HANDLERS, LANES, Fault, U, combine
 from program import Instruction, Kernel, Operand
 
@@ -36,6 +37,7 @@ class Warp:
         self.pc, self.done = np.zeros(32, np.int64), np.zeros(32, bool)
         self.active, self.waiting = np.ones(32, bool), np.zeros(32, bool)
         self.local, self.local_written = np.zeros((32, STACK), np.uint8), np.zeros((32, STACK), np.uint8)
+        self.together = collections.defaultdict(lambda: np.zeros(32, U))  # of each lane, whom it waits for at BSYNC
         self.copies, self.group = [], 0  # asynchronous ones that were not waited for: (group, bytes, where they go)
         self.epoch, self.executed, self.loads, self.trace = 0, 0, [], []
         self.counts = collections.Counter()
@@ -157,6 +159,10 @@ class Warp:
         self.unset = unset | np.where(pick, unset_first, self.unset)
         return np.where(pick, first, second)
 
+    def lanes(self, mask: np.ndarray) -> np.uint32:
+        """As bits."""
+        return np.packbits(mask, bitorder="little").view(U)[0]
+
     def whole(self):
         """All lanes that live must be here."""
         if not (self.active == ~self.done).all():
@@ -196,11 +202,11 @@ class Warp:
                 self.done |= self.active
                 self.release()
                 continue
-            handler = HANDLERS.get(x.name)
-            if handler is None:
+            x.handler = x.handler or HANDLERS.get(x.key) or HANDLERS.get(x.name)
+            if x.handler is None:
                 raise Fault(self.where(x, "unknown instruction"))
             try:
-                handler(self, x)
+                x.handler(self, x)
             except Fault as fault:
                 raise Fault(self.where(x, str(fault))) from None
 
@@ -218,9 +224,12 @@ class Warp:
         live = ~self.done
         for at in {int(i) for i in self.pc[self.waiting & live]}:
             x, here = self.kernel.code[at], self.waiting & (self.pc == at)
-            if x.name != "BAR" and (here == live).all():
-                self.waiting[:] = False
-                self.pc[here] += 1
+            missing = ~self.lanes(here) & self.lanes(live)
+            if x.name == "BSYNC":
+                here = here & (self.together[x.operands[0].text] & missing == 0)
+            if x.name == "BSYNC" or (x.name != "BAR" and not missing):
+                self.waiting &= ~here
+                self.pc[here] = self.kernel.labels[x.operands[-1].text] if "CONV" in x.modifiers else at + 1
 
     def where(self, x: Instruction, what: str) -> str:
         line = ", ".join(f"{file}:{number}" for file, number in x.lines[:2])
@@ -236,8 +245,10 @@ class Block:
         offset, size = kernel.parameters
         assert len(argument) <= size, "the argument is not the kernel's"
         bank = bytearray(offset + max(size, len(argument)) + 64)
-        struct.pack_into("<3I3I", bank, 0, threads, 1, 1, *grid)
-        struct.pack_into("<I", bank, 0x28, STACK - 16)
+        new = offset >= 0x380  # from sm_100 on
+        struct.pack_into("<3I", bank, 0x360 if new else 0, threads, 1, 1)
+        struct.pack_into("<3I", bank, 0x370 if new else 12, *grid)
+        struct.pack_into("<I", bank, 0x37C if new else 0x28, STACK - 16)
         bank[offset : offset + len(argument)] = argument
         self.constants = bytes(bank)
         self.reserved = kernel.reserved

@@ -97,7 +97,8 @@ def load(w, x):
         bits = np.zeros((words, 32), U)
         for i in lanes:
             k = int(at[i]) & 0xFFFFFF
-            bits[:, i] = w.local_written[i, k : k + size].view(U) if size >= 4 else ALL
+            was = w.local_written[i, k : k + size]
+            bits[:, i] = was.view(U) if size >= 4 else ALL if was.all() else 0
         for j in range(words):
             w.write(to.next(j), out[j], bits[j])
         return
@@ -145,7 +146,7 @@ def atomic(w, x):
         w.write(to, old)
 
 
-@handles("LDC", "ULDC")
+@handles("LDC", "ULDC", "LDCU")
 def load_constant(w, x):
     size = _size(x.modifiers)
     words = w.constant(x.operands[1], max(1, size // 4))

@@ -4,14 +4,27 @@ import numpy as np
 from instructions import LANES, Fault, U, handles
 
 
-@handles("NOP", "YIELD", "ENDCOLLECTIVE", "ERRBAR", "CGAERRBAR", "MEMBAR", "BSSY", "BSYNC", "BREAK", "BMOV")
+@handles("NOP", "YIELD", "ENDCOLLECTIVE", "ERRBAR", "CGAERRBAR", "MEMBAR")
 def nothing(w, x):
-    """Of time and order alone; lanes that diverged meet by themselves: those that are behind run first."""
+    """Of time and order alone."""
 
 
-@handles("WARPSYNC", "BAR")
+@handles("BSSY")
+def bssy(w, x):
+    """These lanes will wait for each other at its BSYNC."""
+    np.copyto(w.together[x.operands[0].text], w.lanes(w.active), where=w.active)
+
+
+@handles("BREAK")
+def leave(w, x):
+    """Nobody waits for these any more."""
+    w.together[x.operands[0].text] &= ~w.lanes(w.active)
+    w.release()
+
+
+@handles("WARPSYNC", "BAR", "BSYNC")
 def wait(w, x):
-    """Until all lanes are here."""
+    """Until all lanes are here, or all that passed the BSSY of a BSYNC together."""
     if "COLLECTIVE" in x.modifiers:
         raise Fault("a collective way that is for diverged lanes")
     w.pc[w.active] -= 1
@@ -21,7 +34,7 @@ def wait(w, x):
 
 @handles("BRA")
 def bra(w, x):
-    if "DIV" in x.modifiers:  # taken where lanes are not all there, to let them meet
+    if {"DIV", "CONV"} & set(x.modifiers):  # taken where lanes are not all there, to let them meet; or where they are
         wait(w, x)
         return
     taken = w.active
@@ -93,7 +106,7 @@ def elect(w, x):
     w.write(x.operands[1], np.full(32, first, U))
 
 
-@handles("REDUX")
+@handles("REDUX", "CREDUX")
 def redux(w, x):
     value = w.value(x.operands[1])[w.active]
     kinds = {

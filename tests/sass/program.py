@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,10 +44,24 @@ class Instruction:
     text: str
     name: str
     modifiers: tuple[str, ...]
-    operands: list[Operand]
+    behind: str  # the name
     guard: Operand | None
     lines: tuple = ()  # (file, line), innermost first
     control: tuple = ()  # stall, yield, write barrier, read barrier, barriers waited for
+    handler: Callable | None = None  # who runs it, once it has run
+
+    @property
+    def key(self) -> str:
+        """By which a handler of pairs of registers is found."""
+        return f"{self.name}.64" if {"64", "S64", "U64"} & set(self.modifiers) else self.name
+
+    @cached_property
+    def operands(self) -> list[Operand]:
+        """Read when they are wanted: most of a large kernel never runs."""
+        found = [operand(x) for x in _split(self.behind.replace(".reuse", ""))]
+        if self.name == "BRX" and found:  # "R4 -0x210": a register and a distance
+            return [operand(x) for x in found[0].text.split()]
+        return [operand(self.behind.split()[0])] if self.name == "RET" else found
 
     @property
     def opcode(self) -> str:
@@ -93,15 +108,9 @@ def operand(text: str) -> Operand:
 def parse(address: int, text: str) -> Instruction:
     text = re.sub(r"\(\*.*?\*\)", "", text).strip()
     guard = re.match(r"@(!?U?P\w+)\s+(.*)", text)
-    body = guard[2] if guard else text
-    head, _, rest = body.partition(" ")
+    head, _, behind = (guard[2] if guard else text).partition(" ")
     name, *modifiers = head.split(".")
-    operands = [operand(x) for x in _split(rest.replace(".reuse", ""))]
-    if name == "BRX" and operands:  # "R4 -0x210": a register and a distance
-        operands = [operand(x) for x in operands[0].text.split()]
-    if name == "RET":
-        operands = [operand(rest.split()[0])]
-    return Instruction(address, text, name, tuple(modifiers), operands, operand(guard[1]) if guard else None)
+    return Instruction(address, text, name, tuple(modifiers), behind, operand(guard[1]) if guard else None)
 
 
 class Elf:

@@ -33,18 +33,17 @@ def sets() -> list[str]:
     return re.findall(r"^\s*SET\((\w+),", (ROOT / "csrc/cuda/attend.cuh").read_text(), re.MULTILINE)
 
 
-def _source(kernel: str) -> str:
-    """A file with this kernel alone."""
+def _source(kernel: str) -> tuple[str, str]:
+    """What to compile, and its name: an attention kernel alone, or the file that has it."""
     if m := re.fullmatch(r"kvc_attend_(\w+)_(\d+)", kernel):
         others = "".join(f"#define SET_{name}(name, per, kinds)\n" for name in sets() if name != m[1])
         one = f"#define SET_{m[1]}(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, {m[2]}, per)\n"
         choose = "#define SET(name, per, kinds) SET_##name(name, per, kinds)\nKVC_SETS(SET)\n"
-        return f'#include "mass.cuh"\n{others}{one}{choose}'
-    stem = kernel.removeprefix("kvc_").removesuffix("_kernel")
+        return kernel, f'#include "mass.cuh"\n{others}{one}{choose}'
     for path in sorted((ROOT / "csrc/cuda").glob("*.cu")):
-        if f"KVC_KERNEL({kernel}," in path.read_text():
-            return f'#include "{path.name}"\n'
-    raise ValueError(f"no source has the kernel {stem}")
+        if re.search(rf"KVC_KERNEL\({kernel},|^#define \w+ {kernel}$", path.read_text(), re.MULTILINE):
+            return path.stem, f'#include "{path.name}"\n'
+    raise ValueError(f"no source has the kernel {kernel}")
 
 
 @functools.cache
@@ -53,15 +52,15 @@ def _version() -> str:
 
 
 def cubin(kernel: str, arch: str) -> Path:
-    text, digest = _source(kernel), hashlib.sha256()
+    (name, text), digest = _source(kernel), hashlib.sha256()
     read = [*(ROOT / "csrc/cuda").iterdir(), *(ROOT / "csrc/core").rglob("*.[hd]*")]
     for data in (repr((text, FLAGS, _version())).encode(), *(path.read_bytes() for path in sorted(read))):
         digest.update(data)
     folder = ROOT / "build" / "sass"
     folder.mkdir(parents=True, exist_ok=True)
-    out = folder / f"{kernel}-{arch}-{digest.hexdigest()[:16]}.cubin"
+    out = folder / f"{name}-{arch}-{digest.hexdigest()[:16]}.cubin"
     if not out.exists():
-        source = folder / f"{kernel}-{arch}-{os.getpid()}.cu"  # another worker may compile the same kernel
+        source = folder / f"{name}-{arch}-{os.getpid()}.cu"  # another worker may compile the same kernel
         made = source.with_suffix(".cubin")
         source.write_text(text)
         done = subprocess.run([program.tool("nvcc"), *FLAGS, f"-arch=sm_{arch}", str(source), "-o", str(made)],
@@ -71,6 +70,11 @@ def cubin(kernel: str, arch: str) -> Path:
             raise RuntimeError(f"nvcc: {kernel}: {done.stderr}")
         os.replace(made, out)
     return out
+
+
+@functools.lru_cache(3)
+def _load(path: Path, name: str, arch: int) -> program.Kernel:
+    return program.load(path, name, arch)
 
 
 class Machine:
@@ -86,7 +90,7 @@ class Machine:
 
     def kernel(self, name: str) -> program.Kernel:
         if name not in self.loaded:
-            self.loaded[name] = program.load(cubin(name, self.arch), name, int(self.arch))
+            self.loaded[name] = _load(cubin(name, self.arch), name, int(self.arch))
         return self.loaded[name]
 
     def _launch(self, name, argument, size, grid, threads, shared) -> int:

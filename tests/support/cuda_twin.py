@@ -174,6 +174,12 @@ def _tokens(x) -> Dense:
     return Dense(x.data_ptr(), (c_int64 * 3)(0, x.stride(1), x.stride(0)), DTYPES[x.dtype])
 
 
+def _spans(tensors) -> list[tuple[int, int]]:
+    """(address, bytes) of each."""
+    return [(x.data_ptr(), x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize)
+            for x in tensors if x is not None and x.numel()]  # fmt: skip
+
+
 class Guarded:
     """A tensor between guards that must stay as they are."""
 
@@ -222,9 +228,10 @@ class Twin:
         return On(STREAM, flags.data_ptr(), None, self.processors, formats or self.formats, seen, self.shared, words,
                   _pointer(counters))  # fmt: skip
 
-    def _run(self, function, *args):
+    def _run(self, function, *args, uses):
+        """uses: tensors that kernels read or write."""
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        on = self._on(flags)
+        on, self.memory = self._on(flags), _spans((*uses, flags))
         self._prepare()
         assert getattr(library(), function)(*args, byref(on)) == 0
         self.flags = int(flags)
@@ -246,7 +253,7 @@ class Twin:
         store = _store(arena, table, rows, slots, heads, key_dim, value_dim, page_size, sinks)
         out = Guarded((table.shape[0], heads, width), torch.float32)
         self._run("kvc_cuda_score_tokens", byref(store), c_int(kind), c_int64(width),
-                  c_void_p(out.tensor.data_ptr()))  # fmt: skip
+                  c_void_p(out.tensor.data_ptr()), uses=(arena, table, rows, slots, out.tensor))  # fmt: skip
         return out.check()
 
     def accumulate_attention(self, q, k, v, arena, table, rows, slots, mask, lse, seals, seen, page_size, sinks,
@@ -301,9 +308,7 @@ class Twin:
             assert kept
             flags.zero_()
             self._prepare()
-            tensors = [*kept, *(x.tensor for x in (out, own_lse, mass, room)), flags, counters]
-            self.memory = [(x.data_ptr(), x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize)
-                           for x in tensors if x is not None and x.numel()]  # fmt: skip
+            self.memory = _spans((*kept, *(x.tensor for x in (out, own_lse, mass, room)), flags, counters))
             assert library().kvc_cuda_attend(byref(a), byref(on)) == 0
             self.flags = int(flags)
             room.check()
@@ -349,7 +354,7 @@ class Twin:
         a = StoreArgs(_blocks(there[2], formats, block_size, page_size), k.shape[0], k.shape[1], k.shape[2], v.shape[2],
                       page_size, _tokens(there[0]), _tokens(there[1]), there[3].data_ptr(), _pointer(there[4]),
                       None)  # fmt: skip
-        self._run("kvc_cuda_store_tokens", byref(a))
+        self._run("kvc_cuda_store_tokens", byref(a), uses=there)
         cache.copy_(there[2])
         flag.copy_(there[4])
 
@@ -358,7 +363,8 @@ class Twin:
         store = _store(arena, table, rows, slots, heads, key_dim, value_dim, page_size, sinks)
         k = Guarded((table.shape[0], heads, width, key_dim), like.dtype)
         v = Guarded((table.shape[0], heads, width, value_dim), like.dtype)
-        self._run("kvc_cuda_read", byref(store), c_int64(width), byref(_dense(k.tensor)), byref(_dense(v.tensor)))
+        self._run("kvc_cuda_read", byref(store), c_int64(width), byref(_dense(k.tensor)), byref(_dense(v.tensor)),
+                  uses=(arena, table, rows, slots, k.tensor, v.tensor))  # fmt: skip
         return k.check(), v.check()
 
     def pack(self, k, v, key, value, page_size):
@@ -368,7 +374,7 @@ class Twin:
         pages = Guarded((B, T // page_size, H, size), torch.uint8)
         sizes = [c_int64(n) for n in (B, H, T, Dk, v.shape[3], page_size)]
         self._run("kvc_cuda_pack", c_int(key), c_int(value), byref(_dense(k)), byref(_dense(v)), *sizes,
-                  c_void_p(pages.tensor.data_ptr()))  # fmt: skip
+                  c_void_p(pages.tensor.data_ptr()), uses=(k, v, pages.tensor))  # fmt: skip
         return pages.check()
 
     def quantize(self, x, format):
@@ -380,7 +386,8 @@ class Twin:
         planes, dtype = formats.metadata(format, D)
         codes, scales = Guarded((n, D * row["bits"] // 8), torch.uint8), Guarded((n, planes), getattr(torch, dtype))
         self._run("kvc_cuda_quantize", c_int(format), c_int(DTYPES[x.dtype]), c_void_p(x.data_ptr()), c_int64(n),
-                  c_int64(D), c_void_p(codes.tensor.data_ptr()), c_void_p(scales.tensor.data_ptr()))  # fmt: skip
+                  c_int64(D), c_void_p(codes.tensor.data_ptr()), c_void_p(scales.tensor.data_ptr()),
+                  uses=(x, codes.tensor, scales.tensor))  # fmt: skip
         return codes.check(), scales.check()
 
     def dequantize(self, codes, scales, format):
@@ -388,7 +395,7 @@ class Twin:
         codes, scales = self._there(codes, scales)
         x = Guarded((n, D), torch.float32)
         self._run("kvc_cuda_dequantize", c_int(format), c_void_p(codes.data_ptr()), c_void_p(scales.data_ptr()),
-                  c_int64(n), c_int64(D), c_void_p(x.tensor.data_ptr()))  # fmt: skip
+                  c_int64(n), c_int64(D), c_void_p(x.tensor.data_ptr()), uses=(codes, scales, x.tensor))  # fmt: skip
         return x.check()
 
     def select(self, scores, slots, protect, budget):
@@ -396,7 +403,8 @@ class Twin:
         keep = Guarded(scores.shape, torch.bool)
         lines, width = scores.shape[0] * scores.shape[1], scores.shape[2]
         pointers = [c_void_p(_pointer(x)) for x in (scores, slots, protect, budget)]
-        self._run("kvc_cuda_choose", *pointers, c_int64(lines), c_int64(width), c_void_p(keep.tensor.data_ptr()))
+        self._run("kvc_cuda_choose", *pointers, c_int64(lines), c_int64(width), c_void_p(keep.tensor.data_ptr()),
+                  uses=(scores, slots, protect, budget, keep.tensor))  # fmt: skip
         return keep.check()
 
     def compact(self, arena, moves, heads, table_heads, key_dim, value_dim, page_size, sinks):
@@ -404,6 +412,7 @@ class Twin:
         arena, moves = self._there(arena, moves)
         none = torch.zeros(1, table_heads, 0, dtype=torch.int64, device=DEVICE)
         store = _store(arena, none, none, none.int(), heads, key_dim, value_dim, page_size, sinks)
-        self._run("kvc_cuda_compact", byref(store), c_void_p(moves.data_ptr()), c_int64(moves.shape[0]))
+        self._run("kvc_cuda_compact", byref(store), c_void_p(moves.data_ptr()), c_int64(moves.shape[0]),
+                  uses=(arena, moves))  # fmt: skip
         host.copy_(arena)
         assert self.flags == 0
