@@ -1,2 +1,2 @@
-"""What uses the library, and is not used by it: sizes and recommendations (`plan`), measurements (`evaluation`), caches
-named by a text (`strategy`), pictures (`plot`), the command line (`cli`)."""
+"""Tools that use the library: sizes and recommendations (`plan`), evaluation (`evaluation`), caches described by
+strings (`strategy`), plots (`plot`), the command line (`cli`)."""

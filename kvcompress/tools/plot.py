@@ -1,5 +1,5 @@
-"""Pictures: quality against bytes, budgets, latency, savings, the roofline, the pages of a live cache. Needs matplotlib
-(the extra `plots`). Each function returns a matplotlib Figure, and writes it to `path` if that is given."""
+"""Plots: quality against bytes, budgets, latency, savings, roofline, the pages of a cache. Needs matplotlib (the extra
+`plots`). Each function returns a matplotlib Figure, and saves it to `path` if given."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def _label(figure: Figure, axis: Any, points: Sequence[tuple[str, float, float]]
 
 
 def pareto(rows: Sequence[dict[str, Any]] | None = None, path: str | Path | None = None) -> Figure:
-    """KL (nats a token) against bytes a context token, both log; the line joins what nothing beats.
+    """KL (nats per token) against bytes per context token, both log scale; the line is the Pareto frontier.
 
-    rows: of an `Evaluation`, or points of `plan --measure`: dicts with strategy, kl and bytes_per_token or bytes; None:
-    what ships with the package, on both models. Raises ValueError for rows without figures.
+    rows: rows of an `Evaluation`, or points of `plan --measure`: dicts with strategy, kl and bytes_per_token or bytes.
+    Default: results shipped with the package, for both models. Raises ValueError for rows without these values.
     """
     if rows is not None:
         found = [
@@ -129,7 +129,7 @@ def _is_format(name: str) -> bool:
 
 
 def budget(path: str | Path | None = None) -> Figure:
-    """KL, and retrieval with questions that come afterwards, against the share of tokens that a policy keeps."""
+    """KL, and retrieval accuracy with questions asked after compression, against the share of tokens kept."""
     rows = [r for r in evidence.measured()["budgets"] if r["model"] == "books-tiny"]
     figure, (left, right) = _figure(11, 4.2, 2)
     for policy, colour in _STYLE.items():
@@ -156,8 +156,8 @@ def budget(path: str | Path | None = None) -> Figure:
 
 
 def latency(results: dict[str, Any] | None = None, path: str | Path | None = None) -> Figure:
-    """Time of a decode step against the context, with lines through the points, and from where on each format is faster
-    than raw. results: of `kvcompress.tools.cli.bench`; None: what ships with the package."""
+    """Time of a decode step (ms) against context length, with fitted lines, and the length from which each format is
+    faster than raw. results: from `kvcompress.tools.cli.bench`. Default: results shipped with the package."""
     from .regression import break_even, fit
 
     if results is None:
@@ -194,8 +194,8 @@ def latency(results: dict[str, Any] | None = None, path: str | Path | None = Non
 
 
 def savings(config: Any = "llama-3-70b", path: str | Path | None = None, context: str | int = "32k") -> Figure:
-    """Bytes of one request, part by part, format by format, and what a shared prefix adds. config: a Plan, or what
-    `plan` takes."""
+    """Bytes of one request by part, for each format, and with a shared prefix. config: a Plan, or the config for
+    `plan`."""
     model, tokens = (config.model, config.context) if hasattr(config, "cells") else (read(config), read_tokens(context))
     names = ("raw", "int8", "int8/int4", "int4", "int2")
     found = {name: exact(model, recipe_of(name), tokens, prompt=max(1, tokens - 1)).parts for name in names}
@@ -246,7 +246,8 @@ def savings(config: Any = "llama-3-70b", path: str | Path | None = None, context
 
 
 def roofline(path: str | Path | None = None) -> Figure:
-    """Arithmetic against bytes of the measured decode steps, under what the memory gave in the same minutes."""
+    """Roofline of the measured decode steps: arithmetic (GFLOP/s) against FLOP per byte, with the memory bandwidth
+    measured at the same time."""
     measured = evidence.measured()
     cells = [c for c in measured["decode"] if c["S"] == 32_768 and c["threads"] == 2 and c["isa"] == "avx512bf16"]
     figure, (axis,) = _figure(7.6, 4.8)
@@ -279,8 +280,8 @@ def roofline(path: str | Path | None = None) -> Figure:
 
 
 def page_map(cache: Any, path: str | Path | None = None) -> Figure:
-    """The pages of a live KVCache or PagedKV: a row a layer (and sequence, and head where heads keep different tokens),
-    a cell a page, coloured by format; the filled part of a cell is the part in use; red edges are shared pages."""
+    """The pages of a KVCache or PagedKV: one row per layer (and sequence, and head if heads keep different tokens), one
+    cell per page, coloured by format and filled by the number of tokens; red edges mark shared pages."""
     found = pages(cache)
     lines = list(dict.fromkeys((p["layer"], p["row"], p["head"]) for p in found))
     at = {line: i for i, line in enumerate(lines)}
@@ -316,15 +317,15 @@ def page_map(cache: Any, path: str | Path | None = None) -> Figure:
 KINDS: dict[str, Callable[..., Figure]] = {
     "pareto": pareto, "budget": budget, "latency": latency, "savings": savings, "roofline": roofline,
 }  # fmt: skip
-"""Pictures that need no live cache, by name."""
+"""Plots that need no cache, by name."""
 
 
 def draw(
     kind: str, path: str | Path, *, results: Any = None, config: Any = "llama-3-70b", context: Any = "32k"
 ) -> Figure:
-    """Writes the picture `kind` of `KINDS`; results: parsed JSON of `eval` (pareto) or `bench` (latency), or None.
+    """Draws the plot `kind` of `KINDS`. results: parsed JSON of `eval` (pareto) or `bench` (latency), or None.
 
-    Raises ValueError for an unknown kind, or results that do not fit it.
+    Raises ValueError for an unknown kind, or results of another command.
     """
     if kind not in KINDS:
         raise ValueError(f"plot: expected one of {', '.join(KINDS)}, got {kind!r}")

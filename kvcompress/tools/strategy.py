@@ -1,24 +1,24 @@
-"""Strategy: what a cache does, as a short text that can be written in a table, a file or a command line.
+"""Strategy: the options of a cache as a short string, for tables, files and command lines.
 
     strategy := head ("+" option)*
     head     := FORMAT | FORMAT "/" FORMAT       pages of kvcompress; K format / V format
-              | "dynamic"                        transformers' DynamicCache: nothing is compressed
+              | "dynamic"                        transformers' DynamicCache, without compression
               | "quanto:" BITS | "hqq:" BITS | "hf-fp8"      transformers' QuantizedCache
-              | "fake:" SCHEME "@" GRANULARITY   analysis only: values are rounded, nothing gets smaller
-              | "fake:" METHOD BITS              as a published method rounds: one of PUBLISHED
+              | "fake:" SCHEME "@" GRANULARITY   analysis only: values are rounded, but not packed
+              | "fake:" METHOD BITS              rounding of a published method, one of PUBLISHED
     option   := NAME ":" INTEGER | NAME          named as the arguments of the cache
               | "spans:" FORMATS ["@" END] ","..         formats by position, up to END (tokens, or fractions)
               | "per_layer:" LAYER "=" FORMATS ","..
-              | POLICY ":" BUDGET                which tokens stay: window, h2o, h2o_sum, ada_h2o, score, tova, snapkv,
-                                                 rkv, knorm, keydiff, random, expected,
-                                                 critical_h2o, critical_snapkv; tokens, or a share: "h2o:10%"
+              | POLICY ":" BUDGET                eviction: window, h2o, h2o_sum, ada_h2o, score, tova, snapkv, rkv,
+                                                 knorm, keydiff, random, expected, critical_h2o, critical_snapkv;
+                                                 budget in tokens, or as a share: "h2o:10%"
               | "pyramid:" RATIO | "chain:" POLICY "@" BUDGET "," ..
               | "protect:" BEGIN "-" END "," .. | "demote:" FORMATS ["@" SHARE] "," .. | "watch:" CLUSTERS
-                                                 around that policy: see `kvcompress.policies.registry`
+                                                 wrappers of the policy: see `kvcompress.policies.registry`
 
-Braces make a grid of several: "{int8,int4}+sinks:{0,4,16}" (see `expand`).
+Braces expand to a grid: "{int8,int4}+sinks:{0,4,16}" (see `expand`).
 
-For instance "int4", "int8/int4+sinks:8+residual_length:128", "int4+per_layer:0=int8,-1=int8",
+Examples: "int4", "int8/int4+sinks:8+residual_length:128", "int4+per_layer:0=int8,-1=int8",
 "int4+spans:int8@0.2,int4", "quanto:4+residual_length:64", "fake:int8@tensor".
 """
 
@@ -60,7 +60,7 @@ _OPTIONS: dict[str, dict[str, Option]] = {
     "fake": {"sinks": 4, "page_size": 64, "calibration": None},
 }
 _FLAGS = ("guard", "strict")
-_GRID = 10_000  # strategies of one text; braces multiply
+_GRID = 10_000  # maximum number of strategies of a grid
 _AXES = ("axis_key", "axis_value")  # 0: quanto's groups along a row; -1, and 1 of hqq, as their documentation says
 _TEXTS: dict[str, tuple[Callable, Callable]] = {
     "spans": (read_spans, write_spans),
@@ -69,7 +69,7 @@ _TEXTS: dict[str, tuple[Callable, Callable]] = {
 
 
 def _kind(head: str) -> str:
-    """Which family of caches `head` names; ValueError if none."""
+    """The family of caches of `head`. Raises ValueError if it is unknown."""
     name, _, rest = head.partition(":")
     if head in ("dynamic", "hf-fp8"):
         return head
@@ -88,11 +88,11 @@ def _kind(head: str) -> str:
 
 
 def expand(text: str) -> list[str]:
-    """A grid: every combination of the alternatives in braces. "{int8,int4}+sinks:{0,4}" gives four strategies. Raises
-    ValueError for more than 10,000."""
+    """All combinations of the alternatives in braces: "{int8,int4}+sinks:{0,4}" has four. Raises ValueError for more
+    than 10,000."""
     parts = [part.split(",") if i % 2 else [part] for i, part in enumerate(re.split(r"\{([^{}]*)\}", text))]
     if math.prod(map(len, parts)) > _GRID:
-        raise ValueError(f"strategies: expected a grid of at most {_GRID:,}, got more; take some alternatives out")
+        raise ValueError(f"strategies: expected a grid of at most {_GRID:,}, got more; remove some alternatives")
     return ["".join(choice) for choice in product(*parts)]
 
 
@@ -105,7 +105,7 @@ def _integer(head: str, name: str, value: Any, optional: bool) -> int | None:
 
 
 def _text(name: str, value: Any) -> str | None:
-    """The one way to write a value of a _TEXTS option."""
+    """The canonical text of a _TEXTS option."""
     read, write = _TEXTS[name]
     if value is None:
         return None
@@ -119,11 +119,11 @@ def _text(name: str, value: Any) -> str | None:
 
 
 class Strategy:
-    """What a cache does. Immutable; `Strategy(str(s)) == s`, and `repr` is Python that makes it again.
+    """The options of a cache. Immutable; `Strategy(str(s)) == s`, and `repr` is valid Python.
 
     Args:
-        spec: a text of the grammar above; a dict with "key" and "value" (formats of kvcompress; "value" follows "key")
-            or "head", and options; or a Strategy.
+        spec: a string of the grammar above; a dict with "key" and "value" (formats of kvcompress; "value" defaults to
+            "key") or "head", and options; or a Strategy.
 
     Raises ValueError for an unknown head or option, or an option given twice; TypeError for another type.
     """
@@ -154,8 +154,8 @@ class Strategy:
         for name, value in given.items():
             if name == "kvzip":
                 raise ValueError(
-                    f"strategy {head!r}: expected a policy of a running cache, got kvzip, which is a second pass over "
-                    "a prefix: kvcompress.KVzip(0.3).compress(model, cache, ids)"
+                    f"strategy {head!r}: expected an eviction policy, got kvzip, which needs a second pass over a "
+                    "prefix: use kvcompress.KVzip(0.3).compress(model, cache, ids)"
                 )
             if name not in usual:
                 raise ValueError(f"strategy {head!r}: expected options out of {sorted(usual)}, got {name!r}")
@@ -167,9 +167,9 @@ class Strategy:
                 given[name] = _text(name, value) if name in _TEXTS else _integer(head, name, value, usual[name] is None)
         options = {**usual, **given}
         if len([name for name in POLICIES if options.get(name)]) > 1:
-            raise ValueError(f"strategy {head!r}: expected one policy at most, got more")
+            raise ValueError(f"strategy {head!r}: expected at most one policy, got more; combine them with chain:")
         if any(options.get(name) for name in AROUND) and not any(options.get(name) for name in POLICIES):
-            raise ValueError(f"strategy {head!r}: expected a policy for {', '.join(AROUND)} to go around, got none")
+            raise ValueError(f"strategy {head!r}: expected a policy for {', '.join(AROUND)}, got none")
         for field, content in (("head", head), ("kind", kind), ("options", options)):
             object.__setattr__(self, field, content)
 
@@ -192,10 +192,10 @@ class Strategy:
         return head, given
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError("a Strategy does not change; make a new one")
+        raise AttributeError("Strategy is immutable; create a new one")
 
     def arguments(self) -> dict[str, Any]:
-        """The options as the cache takes them."""
+        """The options as arguments of the cache."""
         read = {name: _TEXTS[name][0](text) for name in _TEXTS if isinstance(text := self.options.get(name), str)}
         flags = {name: bool(self.options[name]) for name in _FLAGS if name in self.options}
         plain = {name: x for name, x in self.options.items() if name not in (*POLICIES, *AROUND)}
@@ -210,7 +210,7 @@ class Strategy:
         return {name: x for name, x in self.options.items() if x != _OPTIONS[self.kind][name]}
 
     def to_dict(self) -> dict[str, Any]:
-        """{"head": ..., option: value} with what differs from the defaults; `Strategy(s.to_dict()) == s`."""
+        """{"head": ..., option: value} of options that differ from the defaults; `Strategy(s.to_dict()) == s`."""
         return {"head": self.head, **self._changed()}
 
     def __str__(self) -> str:

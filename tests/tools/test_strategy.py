@@ -119,7 +119,7 @@ def test_braces_make_a_grid():
         ("int8+windows:1", "expected options out of"),
         ("int8+window:5%", "window: expected tokens, got '5%'"),
         ("int8+h2o:0", "h2o: expected tokens or a share"),
-        ("int8+h2o:9+random:9", "one policy at most"),
+        ("int8+h2o:9+random:9", "at most one policy"),
         ("int8+watch:16", "expected a policy for pyramid"),
         ("int8+h2o:9+kvzip:30%", "second pass over a prefix"),
         ("int8+h2o:9+pyramid:0.5", "pyramid: expected a ratio of at least 1"),

@@ -45,4 +45,4 @@ def test_formats_by_layer_want_one_kind_of_layers():
 
 def test_latent_attention_is_an_error():
     (got,) = engines({"model": "deepseek_v2", "format": "int8"})
-    assert "latent attention (MLA) is not served inside of vLLM" in got.get("error", "none")
+    assert "latent attention (MLA) is not supported in vLLM" in got.get("error", "none")

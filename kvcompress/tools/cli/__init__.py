@@ -1,5 +1,5 @@
-"""The command line: the parser and the commands that take models (`program`), those that take none or only a config
-(`commands`), and what they print: this installation (`info`), a benchmark of this machine (`bench`)."""
+"""The command line: the parser and commands that load models (`program`), commands without a model or with only a
+config (`commands`), information about the installation (`info`), a benchmark of this machine (`bench`)."""
 
 from .program import main
 

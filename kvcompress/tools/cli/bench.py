@@ -1,4 +1,4 @@
-"""A short benchmark on this machine: a decode step of one attention layer, format by format, against the context."""
+"""A short benchmark on this machine: decode steps of one attention layer, for each format and context length."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ def bench(
     formats: Sequence[str] = FORMATS, lengths: Sequence[int] = (1024, 4096, 16384), *, heads: int = 8, group: int = 4,
     dim: int = 128, rounds: int = 21, progress: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """ms of a decode step of one layer: medians of `rounds` calls, the formats in turn within a round.
+    """Times decode steps of one layer, in ms: medians of `rounds` calls; each round runs all formats.
 
     Args:
-        formats: names of page formats. lengths: tokens in the cache. heads: KV heads; group: query heads of each; dim:
-            of a head, up to 576. rounds: timed calls of each. progress: a bar with the time left.
+        formats: names of page formats. lengths: numbers of tokens in the cache. heads: KV heads; group: query heads per
+            KV head; dim: head dim, up to 576. rounds: timed calls per format and length. progress: show a progress bar.
 
     Returns {"machine", "shape", "rows": [{"format", "tokens", "ms", "p10_ms", "p90_ms", "bytes"}], "lines": {format:
-    {"ms", "ms_per_token", "break_even"}}}: intercept and slope of a line through the medians, and tokens from which on
-    the format is faster than raw. Caches stay warm: see benchmarks/attention.py for cold ones. Raises ValueError.
+    {"ms", "ms_per_token", "break_even"}}}; lines: intercept and slope of a linear fit of the medians, and the number of
+    tokens from which the format is faster than raw. CPU caches are warm; for cold ones see benchmarks/attention.py.
+    Raises ValueError for unknown formats and values out of range.
     """
     from tqdm import tqdm
 
     if rounds < 5 or not lengths or min(lengths) < 64:
         raise ValueError(f"bench: expected at least 5 rounds and lengths of at least 64, got {rounds}, {list(lengths)}")
     if unknown := sorted({*formats} - {"raw", *table.NAMES}):
-        raise ValueError(f"bench: formats: expected some of {', '.join(table.NAMES)}, got {', '.join(unknown)}")
+        raise ValueError(f"bench: formats: expected names among {', '.join(table.NAMES)}, got {', '.join(unknown)}")
     rows: list[dict[str, Any]] = []
     bar = tqdm(total=len(lengths) * rounds, desc="bench", unit="round", disable=not progress)
     for tokens in lengths:
@@ -82,7 +83,7 @@ def bench(
 
 
 def show(found: dict[str, Any]) -> str:
-    """What `bench` found, as a table of text: ms."""
+    """The result of `bench` as a text table, in ms."""
     from ..evaluation.report import grid
 
     lengths = sorted({row["tokens"] for row in found["rows"]})

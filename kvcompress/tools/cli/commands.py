@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 NOTHING_FITS = 3
-"""Exit status of `plan` where nothing fits."""
+"""Exit status of `plan` if nothing fits."""
 
 
 def _print(args: argparse.Namespace, found: Any, text: str) -> None:
@@ -20,7 +20,7 @@ def _print(args: argparse.Namespace, found: Any, text: str) -> None:
 
 
 def info(args: argparse.Namespace) -> int:
-    """What this installation is; 1 if the self-test fails."""
+    """Shows versions and runs the self-test; 1 if it fails."""
     from . import info as module
 
     found = module.info()
@@ -29,7 +29,7 @@ def info(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """What fits and which format, or a measured search."""
+    """Shows what fits and which format to use, or runs a measured search."""
     if args.list:
         from ..plan import names
 
@@ -84,7 +84,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """A decode step of one layer on this machine."""
+    """Times decode steps of one layer on this machine."""
     from .bench import bench as run
     from .bench import show
 
@@ -97,7 +97,7 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def plot(args: argparse.Namespace) -> int:
-    """A picture out of results."""
+    """Plots results."""
     from .. import plot as module
 
     out = Path(args.out or f"{args.kind}.png")
@@ -105,9 +105,9 @@ def plot(args: argparse.Namespace) -> int:
         raise ValueError(f"--results: expected a file, got {args.results!r}")
     try:
         results = None if args.results is None else json.loads(Path(args.results).read_text())
-    except ValueError as error:  # no text, too
+    except ValueError as error:  # not UTF-8 either
         raise ValueError(f"--results: expected JSON in {args.results!r}: {error}") from None
-    if args.results is not None and results is None:  # of which `draw` would make its built-in figures
+    if args.results is not None and results is None:  # for None `draw` would use the shipped results
         raise ValueError(f"--results: expected results in {args.results!r}, got null")
     module.draw(args.kind, out, results=results, config=args.config, context=args.context)
     _print(args, {"kind": args.kind, "wrote": str(out)}, f"wrote {out}")
@@ -115,7 +115,7 @@ def plot(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """What each layer of a model gets, from its config alone: no weights are loaded."""
+    """Shows the cache and attention of each layer, from the config; loads no weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, logging
 
@@ -149,12 +149,10 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def demo(args: argparse.Namespace) -> int:
-    """The demonstration of the repository."""
+    """Runs the demonstration of the repository."""
     script = ROOT / "examples" / "demo.py"
     if not script.is_file():
-        raise ValueError(
-            "demo: expected the repository (model, text and script are there, not in the package): make demo"
-        )
+        raise ValueError("demo: expected the repository, as the package has no model and text; run `make demo` there")
     sys.argv = [str(script), *(["--out", args.out] if args.out else [])]
     with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
         runpy.run_path(str(script), run_name="__main__")
@@ -165,8 +163,8 @@ def demo(args: argparse.Namespace) -> int:
 
 def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
     p = commands.add_parser(
-        "plan", parents=[common], help="what a model's cache takes, what fits, which format; needs no torch",
-        description="Exit status 3: nothing fits (with --measure: nothing is within the floor).",
+        "plan", parents=[common], help="size of a model's cache, what fits, which format; needs no torch",
+        description="Exit status 3: nothing fits (with --measure: nothing meets the quality floor).",
     )  # fmt: skip
     p.add_argument("--config", metavar="MODEL", help="a well-known name (--list), a config.json or its folder")
     p.add_argument("--gpu", metavar="MEMORY", help="80GB (10^9 bytes each), 80GiB (2^30), or a name such as h100")
@@ -174,71 +172,86 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
         "--context", metavar="TOKENS", help="4096, or 32k = 32 x 1024 (default: what the model was trained for)"
     )
     p.add_argument("--batch", type=int, default=1, metavar="N", help="requests that must fit at once (default: 1)")
-    p.add_argument("--weights", type=float, nargs="+", metavar="BITS", help="bits a parameter (default: 16 8 4)")
-    p.add_argument("--formats", nargs="+", metavar="FORMAT", help='of the cache, as int8, "int8/int4" (K/V)')
+    p.add_argument("--weights", type=float, nargs="+", metavar="BITS", help="bits per parameter (default: 16 8 4)")
+    p.add_argument("--formats", nargs="+", metavar="FORMAT", help='cache formats, such as int8 or "int8/int4" (K/V)')
     p.add_argument(
-        "--parameters", type=float, metavar="N", help="of the model, as 70.6e9, where its config does not tell"
+        "--parameters",
+        type=float,
+        metavar="N",
+        help="number of parameters, such as 70.6e9, if the config does not tell",
     )
-    p.add_argument("--prefix", type=int, default=0, metavar="TOKENS", help="that all requests have in common")
-    p.add_argument("--requests", type=int, default=16, metavar="N", help="that share the prefix (default: 16)")
+    p.add_argument(
+        "--prefix", type=int, default=0, metavar="TOKENS", help="length of the prefix shared by all requests"
+    )
+    p.add_argument(
+        "--requests", type=int, default=16, metavar="N", help="number of requests that share the prefix (default: 16)"
+    )
     p.add_argument(
         "--workload", default="auto", metavar="WORD", help="chat, multi-turn, retrieval, reasoning, streaming"
     )
     p.add_argument("--quality", default="high", metavar="FLOOR", help="lossless, high, medium, or KL in nats a token")
     p.add_argument("--drafts", action="store_true", help="speculative decoding is used")
     p.add_argument(
-        "--reserve", type=float, default=0.1, metavar="SHARE", help="of the memory for the rest (default: 0.1)"
+        "--reserve", type=float, default=0.1, metavar="SHARE", help="share of memory for everything else (default: 0.1)"
     )
-    p.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens of a page (default: 64)")
-    p.add_argument("--plot", metavar="FILE", help="also a picture of the savings")
+    p.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens per page (default: 64)")
+    p.add_argument("--plot", metavar="FILE", help="also plot the savings to FILE")
     p.add_argument("--list", action="store_true", help="well-known models")
-    p.add_argument("--measure", nargs=2, metavar=("MODEL", "TEXT"), help="search formats of single layers and budgets")
-    p.add_argument("--out", metavar="DIR", help="of --measure: strategy.json, and what a run that was broken off needs")
-    p.add_argument("--window", type=int, default=1024, metavar="N", help="of --measure: tokens compressed a window")
-    p.add_argument("--windows", type=int, default=2, metavar="N", help="of --measure: windows of the text")
-    p.add_argument("--calibration", metavar="FILE", help="of --measure: of the model's K and V, from `calibrate`")
-    p.add_argument("--steps", nargs="+", default=(), metavar="K/V", help="of --measure: what a layer goes down through")
+    p.add_argument("--measure", nargs=2, metavar=("MODEL", "TEXT"), help="search per-layer formats and budgets")
+    p.add_argument("--out", metavar="DIR", help="for --measure: writes strategy.json, and data to resume")
+    p.add_argument("--window", type=int, default=1024, metavar="N", help="for --measure: compressed tokens per window")
+    p.add_argument("--windows", type=int, default=2, metavar="N", help="for --measure: number of windows")
+    p.add_argument("--calibration", metavar="FILE", help="for --measure: calibration from `calibrate`")
+    p.add_argument(
+        "--steps",
+        nargs="+",
+        default=(),
+        metavar="K/V",
+        help="for --measure: ever smaller formats to try for each layer",
+    )
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     p.set_defaults(run=plan)
 
 
 def add(commands: Any) -> None:
-    """Puts the parsers of these commands into `commands`."""
+    """Adds the parsers of these commands to `commands`."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON instead of text")
 
-    p = commands.add_parser("info", parents=[common], help="versions, kernels, a check of every codec; needs no torch")
+    p = commands.add_parser("info", parents=[common], help="versions, kernels, self-test of all codecs; needs no torch")
     p.set_defaults(run=info)
 
     _add_plan(commands, common)
-    p = commands.add_parser("bench", parents=[common], help="time of a decode step on this machine, format by format")
+    p = commands.add_parser("bench", parents=[common], help="time of a decode step on this machine for each format")
     p.add_argument("--formats", nargs="+", default=["raw", "int8", "fp8_e4m3", "int4", "int2"], metavar="FORMAT")
     p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], metavar="TOKENS")
     for name, usual in (("heads", 8), ("group", 4), ("dim", 128), ("rounds", 21)):
         p.add_argument(f"--{name}", type=int, default=usual, metavar="N", help=f"(default: {usual})")
-    p.add_argument("--out", metavar="FILE", help="also JSON into FILE, for `plot latency --results FILE`")
+    p.add_argument("--out", metavar="FILE", help="also write JSON to FILE, for `plot latency --results FILE`")
     p.add_argument("--threads", type=int, help="torch threads (default: all cores)")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     p.set_defaults(run=bench)
 
-    p = commands.add_parser(
-        "plot", parents=[common], help="pictures: of shipped results, or of yours; needs matplotlib"
-    )
+    p = commands.add_parser("plot", parents=[common], help="plots of shipped results, or of yours; needs matplotlib")
     p.add_argument("kind", metavar="KIND", help="pareto, budget, latency, savings, roofline")
-    p.add_argument("--results", metavar="FILE", help="JSON of `eval`, `bench` (default: the figures that ship)")
-    p.add_argument("--config", default="llama-3-70b", metavar="MODEL", help="of savings (default: llama-3-70b)")
-    p.add_argument("--context", default="32k", metavar="TOKENS", help="of savings (default: 32k)")
+    p.add_argument("--results", metavar="FILE", help="JSON of `eval` or `bench` (default: shipped results)")
+    p.add_argument("--config", default="llama-3-70b", metavar="MODEL", help="for savings (default: llama-3-70b)")
+    p.add_argument("--context", default="32k", metavar="TOKENS", help="for savings (default: 32k)")
     p.add_argument("--out", metavar="FILE", help="(default: KIND.png)")
     p.set_defaults(run=plot)
 
     p = commands.add_parser(
-        "doctor", parents=[common], help="what each layer of a model gets, and why; loads no weights"
+        "doctor", parents=[common], help="cache and attention of each layer, and why; loads no weights"
     )
     p.add_argument("model", metavar="MODEL", help="folder or hub name")
     p.add_argument("--format", default="int8", metavar="FORMAT", help="(default: int8)")
-    p.add_argument("--vllm", action="store_true", help="would vLLM use it here, and with which arguments; 1 if not")
+    p.add_argument(
+        "--vllm",
+        action="store_true",
+        help="check whether vLLM would use it here, and show arguments; exit status 1 if not",
+    )
     p.set_defaults(run=doctor)
 
     p = commands.add_parser("demo", parents=[common], help="generate with every format and compare (in the repository)")
-    p.add_argument("--out", metavar="DIR", help="for demo.png and demo.json (default: here)")
+    p.add_argument("--out", metavar="DIR", help="folder for demo.png and demo.json (default: .)")
     p.set_defaults(run=demo)

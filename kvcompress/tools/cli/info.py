@@ -1,4 +1,4 @@
-"""What this installation is: versions, kernels, a check of every codec. Needs no torch, and does not load it."""
+"""Information about this installation: versions, kernels, a self-test of all codecs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ... import _C, files, formats
 
 _PEERS = ("torch", "transformers", "numpy", "matplotlib", "tqdm", "safetensors")
 _SNR = {8: 24.0, 4: 17.0, 3: 14.0, 2: 5.0}
-"""Decibels that a codec of so many bits must reach on Gaussian rows (what is measured: docs/formats.md)."""
+"""Minimum SNR in dB on Gaussian rows by bits of a codec (measured values: docs/formats.md)."""
 
 
 def versions() -> dict[str, str]:
-    """Name -> version of what is installed next to kvcompress; "-" where it is not."""
+    """{package: version} of related packages; "-" if not installed."""
     found = {}
     for name in _PEERS:
         try:
@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def self_test() -> dict[str, float]:
-    """{format: SNR in dB} of 64 Gaussian rows of 128 dims, written and read back by this CPU's kernels."""
+    """{format: SNR in dB} for 64 Gaussian rows of 128 dims, quantized and dequantized by this CPU's kernels."""
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
     found = {}
     for row in formats.TABLE:
@@ -41,7 +41,7 @@ def self_test() -> dict[str, float]:
 
 
 def memory() -> int:
-    """Bytes of the machine; 0 where the system does not tell."""
+    """Memory of the machine in bytes; 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -49,7 +49,7 @@ def memory() -> int:
 
 
 def info() -> dict[str, Any]:
-    """Versions, platform, kernel levels, devices, `self_test`, and "ok": every codec is as close as it should be."""
+    """Versions, platform, kernel levels, devices, `self_test`, and "ok": whether all codecs reach their minimum SNR."""
     snr = self_test()
     least = {
         row["name"]: 4.0 if row["calibrated"] else _SNR[row["bits"]] for row in formats.TABLE if row["name"] in snr
@@ -71,7 +71,7 @@ def info() -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> str:
-    """`info` as text, to paste into an issue."""
+    """The result of `info` as text, for issues."""
     features = " ".join(name for name, there in found["cpu_features"].items() if there) or "-"
     lines = [
         f"kvcompress {found['kvcompress']}, Python {found['python']}, {found['platform']}",
@@ -79,6 +79,6 @@ def show(found: dict[str, Any]) -> str:
         f"kernels: {found['isa']} of {', '.join(found['isa_available'])} (KVCOMPRESS_ISA chooses); CPU: {features}",
         ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
         "codecs, SNR in dB: " + ", ".join(f"{name} {x:.1f}" for name, x in found["snr_db"].items()),
-        "self-test: passed" if found["ok"] else "self-test: FAILED: a codec is further off than it should be",
+        "self-test: passed" if found["ok"] else "self-test: FAILED: the error of a codec is too large",
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The command line: `python -m kvcompress COMMAND`. Errors of the user are one line, never a traceback."""
+"""The command line: `python -m kvcompress COMMAND`. User errors are printed as one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEXT = _ASSETS / "text" / "book.txt"
 
 
 def _models(names: Sequence[str]) -> list[str]:
-    """The models that were named; else those that the repository ships."""
+    """The given models, or those shipped with the repository."""
     if names:
         return list(names)
     found = [str(_ASSETS / name) for name in _SHIPPED if (_ASSETS / name).is_dir()]
@@ -44,7 +44,7 @@ def _load(name: str) -> tuple[Any, Any]:
 
 
 def _each_model(args: argparse.Namespace, work: Callable[[Any, Any, Path], dict[str, Any]]) -> int:
-    """Runs `work` for every model with a folder of its own; prints JSON if asked for."""
+    """Runs `work` for each model, with a separate folder; prints JSON if requested."""
     from transformers import logging as theirs
 
     theirs.set_verbosity_error()
@@ -130,32 +130,32 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--threads", type=int, help="torch threads (default: all cores)")
 
     ev = commands.add_parser("eval", parents=[common], help="quality, bytes and time of strategies; resumable",
-                             description="Measures strategies through the cache. Run it again to go on where it was "
-                             "broken off.")  # fmt: skip
+                             description="Measures strategies through the cache. Run the same command again to resume "
+                             "an interrupted run.")  # fmt: skip
     ev.add_argument("-s", "--strategy", nargs="+", default=["int8", "fp8_e4m3", "int8/int4", "int4"],
                     help='such as "int4", "int8/int4+residual_length:128", "fake:int8@tensor", "quanto:4"')  # fmt: skip
     ev.add_argument("--tasks", nargs="+", default=["all"], help='"all", "none", or names')
-    ev.add_argument("--full", action="store_true", help="all of the text, not a few windows")
-    ev.add_argument("--no-cost", action="store_true", help="neither memory nor speed")
-    ev.add_argument("--skip", action="store_true", help="leave out what cannot be used here instead of failing")
+    ev.add_argument("--full", action="store_true", help="use all of the text instead of a few windows")
+    ev.add_argument("--no-cost", action="store_true", help="do not measure memory and speed")
+    ev.add_argument("--skip", action="store_true", help="skip unavailable strategies instead of failing")
     ev.add_argument("--quiet", action="store_true", help="no progress bar")
     for name, usual in (("context", 2048), ("scored", 256), ("chunk", 32), ("prefill", 0), ("windows", 4),
                         ("samples", 4), ("steps", 64), ("seed", 0)):  # fmt: skip
         ev.add_argument(f"--{name}", type=int, default=usual, metavar="N", help=f"(default: {usual})")
     ev.set_defaults(run=_eval)
 
-    ins = commands.add_parser("inspect", parents=[common], help="statistics of K and V, and where attention goes")
+    ins = commands.add_parser("inspect", parents=[common], help="statistics of K, V and attention")
     ins.add_argument("--tokens", type=int, default=2048, metavar="N")
     ins.add_argument("--queries", type=int, default=64, metavar="N")
     ins.set_defaults(run=_inspect)
 
-    cal = commands.add_parser("calibrate", help="measures a model's K and V for calibrated formats; minutes on a CPU")
+    cal = commands.add_parser("calibrate", help="measure a model's K and V for calibrated formats; minutes on a CPU")
     cal.add_argument("model", metavar="MODEL", help="folder or hub name")
     cal.add_argument("--text", metavar="FILE", required=True, action="append",
-                     help=".txt like what will be cached, or ids in .npy; again for each kind of text")  # fmt: skip
+                     help=".txt similar to what will be cached, or ids in .npy; may be repeated")  # fmt: skip
     cal.add_argument("-o", "--out", metavar="FILE", default="model.kvcal", help="(default: model.kvcal)")
-    cal.add_argument("--context", type=int, default=2048, metavar="N", help="tokens of a forward pass (default: 2048)")
-    cal.add_argument("--tokens", type=int, default=16384, metavar="N", help="read at most (default: 16384)")
+    cal.add_argument("--context", type=int, default=2048, metavar="N", help="tokens per forward pass (default: 2048)")
+    cal.add_argument("--tokens", type=int, default=16384, metavar="N", help="maximum to read (default: 16384)")
     cal.add_argument("--json", action="store_true", help="print JSON instead of a line")
     cal.add_argument("--threads", type=int, help="torch threads (default: all cores)")
     cal.set_defaults(run=_calibrate)
@@ -163,23 +163,23 @@ def _parser() -> argparse.ArgumentParser:
     from . import commands as others
 
     others.add(commands)
-    table = commands.add_parser("formats", help="what every page format costs, and where it runs; needs no torch")
+    table = commands.add_parser("formats", help="sizes of all page formats, and where they run; needs no torch")
     table.add_argument("--json", action="store_true", help="print JSON instead of a table")
     table.set_defaults(run=_formats)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit status: 0, or 1 with the error on stderr (2: wrong usage, from argparse)."""
+    """Runs a command; returns the exit status: 0, or 1 with an error on stderr (2: wrong usage, from argparse)."""
     args = _parser().parse_args(argv)
-    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # a line for each font that is not there
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # one line for each missing font
     try:
         if "threads" in args:
             import torch
 
             torch.set_num_threads(args.threads or os.cpu_count() or 1)
         return args.run(args)
-    except BrokenPipeError:  # the reader has seen enough (`| head`)
+    except BrokenPipeError:  # the reader has closed the pipe (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError, MemoryError) as error:
@@ -191,5 +191,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         goes_on = args.command == "eval" or (args.command == "plan" and args.measure and args.out)
-        print(f"kvcompress: interrupted{'; the same command goes on from here' if goes_on else ''}", file=sys.stderr)
+        print(f"kvcompress: interrupted{'; run the same command again to resume' if goes_on else ''}", file=sys.stderr)
         return 130

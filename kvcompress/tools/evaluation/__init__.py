@@ -1,4 +1,4 @@
-"""Measurements of what a cache costs in quality, bytes and time: `evaluate`, `inspect`, tasks."""
+"""Evaluation of caches: quality, size and speed (`evaluate`), statistics of K and V (`inspect`), tasks."""
 
 from .inspection import Inspection, inspect
 from .outliers import inject_outliers

@@ -1,4 +1,4 @@
-"""The cache of a strategy, the attention it works with, and what it holds: ours and transformers' own by one door."""
+"""Creating the cache of a strategy, ours or transformers' own, its attention, and its size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .fake import FakeQuantCache
 
 
 def open_cache(model: PreTrainedModel, strategy: Strategy) -> Any:
-    """An empty cache that does what `strategy` says. ImportError, with what to install, where a backend is missing."""
+    """An empty cache for `strategy`. Raises ImportError if a backend is not installed."""
     options = strategy.arguments()
     if strategy.kind == "dynamic":
         return DynamicCache(config=model.config)
@@ -30,7 +30,7 @@ def open_cache(model: PreTrainedModel, strategy: Strategy) -> Any:
             return QuantizedCache("fp8", model.config)
         backend, bits = strategy.head.split(":")
         for name in ("axis_key", "axis_value"):
-            if options[name] is None:  # transformers' advice for each
+            if options[name] is None:  # as transformers recommends for each
                 options[name] = 1 if backend == "hqq" else 0
         return QuantizedCache(backend, model.config, nbits=int(bits), **options)
     if policy := options.get("policy"):
@@ -41,7 +41,7 @@ def open_cache(model: PreTrainedModel, strategy: Strategy) -> Any:
 
 @contextmanager
 def attention_for(model: PreTrainedModel, strategy: Strategy) -> Iterator[None]:
-    """The attention that `strategy` works with; the model's own comes back afterwards."""
+    """Context manager: the model uses the attention of `strategy`."""
     text = text_config(model.config)
     before = text._attn_implementation
     if strategy.kind == "kvcompress":
@@ -56,7 +56,7 @@ def attention_for(model: PreTrainedModel, strategy: Strategy) -> Iterator[None]:
 
 
 def _storages(x: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The plain tensors in a nest of lists, dicts, tensor subclasses and objects."""
+    """The plain tensors in nested lists, dicts, tensor subclasses and objects."""
     if isinstance(x, torch.Tensor):
         if hasattr(x, "__tensor_flatten__"):
             for name in x.__tensor_flatten__()[0]:
@@ -74,7 +74,7 @@ def _storages(x: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def held_bytes(cache: Any) -> int:
-    """All bytes that a cache holds between calls; for analysis-only caches those that the scheme would take."""
+    """Size of a cache between calls, in bytes; for analysis-only caches the size that the scheme would have."""
     if isinstance(cache, KVCache):
         return cache.stats()["bytes"]
     if isinstance(cache, FakeQuantCache):

@@ -1,4 +1,4 @@
-"""Text in, token ids out: what an evaluation reads, and how windows are laid over it."""
+"""Texts of an evaluation: token ids and windows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Text = str | Path | torch.Tensor | np.ndarray | list[int]
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
-    """Text to ids, without special tokens and without a warning about long texts."""
+    """A function from text to token ids, without special tokens, and without warnings about long texts."""
     return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; ValueError if it is not UTF-8."""
+    """The text of a file. Raises ValueError if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -30,13 +30,13 @@ def read_text(path: Path) -> str:
 
 
 def load_ids(text: Text, tokenizer: PreTrainedTokenizerBase | None, vocab: int) -> list[int]:
-    """Token ids of a text: a Path (or a str that names a file) to a text, or to ids in .npy; the text itself; ids.
+    """Token ids of `text`: a path to a text file or to ids in .npy, a text, or ids.
 
     Raises ValueError for an empty text, ids outside of the vocabulary, or a text without a tokenizer.
     """
     if isinstance(text, str) and len(text) < 1000 and "\n" not in text:
         named = Path(text)
-        if named.exists() or not any(map(str.isspace, text)):  # a single word is no text to measure on
+        if named.exists() or not any(map(str.isspace, text)):  # a single word is taken for a path
             text = named
     if isinstance(text, Path):
         if not text.is_file():
@@ -44,7 +44,7 @@ def load_ids(text: Text, tokenizer: PreTrainedTokenizerBase | None, vocab: int) 
         text = np.load(text, allow_pickle=False) if text.suffix == ".npy" else read_text(text)
     if isinstance(text, str):
         if tokenizer is None:
-            raise ValueError("text: expected a tokenizer (tokenizer=...) for a text, got None")
+            raise ValueError("text: expected a tokenizer (tokenizer=...) with a text, got None")
         return encoder(tokenizer)(text)
     array = np.asarray(text)
     if array.dtype.kind not in "iu":
@@ -57,15 +57,15 @@ def load_ids(text: Text, tokenizer: PreTrainedTokenizerBase | None, vocab: int) 
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """How many token ids the model knows."""
+    """Vocabulary size of the model."""
     embeddings: Any = model.get_input_embeddings()
     return embeddings.num_embeddings
 
 
 def window_starts(length: int, size: int, count: int, seed: int) -> list[int]:
-    """Where `count` windows of `size` tokens start in a text of `length`: spread evenly, moved by the seed.
+    """Start positions of `count` windows of `size` tokens in a text of `length`: evenly spaced, shifted by the seed.
 
-    Raises ValueError if not even one fits.
+    Raises ValueError if the text is shorter than one window.
     """
     if length < size:
         raise ValueError(f"text: expected at least {size} tokens (context + scored), got {length}")
@@ -76,7 +76,7 @@ def window_starts(length: int, size: int, count: int, seed: int) -> list[int]:
 
 
 def bos_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """The token that texts begin with, if the model has one."""
+    """[BOS token], or [] if the model has none."""
     for source in (tokenizer, model.config.get_text_config(decoder=True)):
         token = getattr(source, "bos_token_id", None)
         if isinstance(token, int):
@@ -85,7 +85,7 @@ def bos_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Hash of a model's config and of the beginning of each weight: equal models, equal results."""
+    """Hash of a model's config and a part of each weight, to identify the model."""
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith(("_", "transformers_version"))}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, p in model.named_parameters():
@@ -95,7 +95,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def ids_hash(ids: list[int]) -> str:
-    """Hash of a text."""
+    """Hash of token ids."""
     return hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()[:16]
 
 

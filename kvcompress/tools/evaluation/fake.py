@@ -1,8 +1,8 @@
-"""Analysis only: caches whose values are rounded as a scheme would round them, and kept in full precision.
+"""Analysis only: fake quantization. Caches with values rounded as by a scheme, but stored in full precision.
 
-For what tutorials tabulate and no page format does (one scale for a whole tensor or head, static scales), and for
-methods of others (`published`). Nothing gets smaller; `would_be_bytes` is a formula. Rows made with it are labelled
-"fake".
+For schemes in tutorials that no page format implements (one scale for a whole tensor or head, static scales), and for
+published methods (`published`). These caches are not smaller; `would_be_bytes` computes the size. Their rows are
+labelled "fake".
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ...quantization.calibration import Basis, Calibration, mapped
 from ...quantization.tensor import QuantizedTensor, quantize
 from .published import METHODS, Rounding
 
-_GRAINS = {"token": "token_head", "group32": "group:32", "static": "tensor"}  # others are called the same
+_GRAINS = {"token": "token_head", "group32": "group:32", "static": "tensor"}  # other names are equal
 
 
 def fake_quantize(
     x: torch.Tensor, scheme: str, granularity: str, like: QuantizedTensor | None = None
 ) -> tuple[torch.Tensor, QuantizedTensor]:
-    """x [B, H, T, D] rounded to `scheme` by `quantize`: (values in x's dtype, what `quantize` gave). like: an earlier
-    one whose scales are used (static)."""
+    """x [B, H, T, D] rounded to `scheme` by `quantize`: (values in the dtype of x, the QuantizedTensor). like: use the
+    scales of an earlier QuantizedTensor (static quantization)."""
     name = scheme if scheme in schemes.CODES else f"{scheme}_sym"
     static: dict[str, Any] = {} if like is None else {"scale": like.scales, "zero": like.zeros}
     made = quantize(x, name, _GRAINS.get(granularity, granularity), **static)
@@ -33,7 +33,7 @@ def fake_quantize(
 
 
 def rounding_of(what: str, key: bool) -> Rounding:
-    """Of K or V of a layer, by the name that strategies give it: SCHEME@GRANULARITY, or a method and its bits."""
+    """The rounding for K or V of a layer, by its name in strategies: SCHEME@GRANULARITY, or a method and its bits."""
     scheme, by, granularity = what.partition("@")
     if not by:
         return METHODS[what[:-1]](int(what[-1]), key)
@@ -49,8 +49,7 @@ def rounding_of(what: str, key: bool) -> Rounding:
 
 
 class FakeQuantLayer(DynamicLayer):
-    """Rounds pages that have filled, at the start of the next call, as the paged caches do; in the coordinates of
-    `basis` if there is one."""
+    """Rounds full pages at the start of the next call, as paged caches do; in `basis`, if given."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -82,7 +81,7 @@ class FakeQuantLayer(DynamicLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def would_be_bytes(self) -> int:
-        """Codes, scales, and what is left in full precision."""
+        """Size in bytes of codes, scales, and values in full precision."""
         if not self.is_initialized or not self.keys.numel():
             return 0
         n = self.keys.shape[2]
@@ -92,14 +91,14 @@ class FakeQuantLayer(DynamicLayer):
 
 
 class FakeQuantCache(Cache):
-    """A DynamicCache whose values are rounded. For models with full attention in every layer."""
+    """A DynamicCache with rounded values, for models with full-attention layers only."""
 
     def __init__(
         self, config: PreTrainedConfig, what: str, sinks: int, page_size: int, calibration: Any = None
     ) -> None:
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
-            raise ValueError(f"FakeQuantCache: expected a model with full attention alone, got layers {sorted(kinds)}")
+            raise ValueError(f"FakeQuantCache: expected a model with full attention only, got layers {sorted(kinds)}")
         measured = None if calibration is None else Calibration.of(calibration)
         self.fakes = [
             FakeQuantLayer((rounding_of(what, True), rounding_of(what, False)), sinks, page_size,
@@ -109,11 +108,11 @@ class FakeQuantCache(Cache):
         super().__init__(layers=list(self.fakes))
 
     def would_be_bytes(self) -> int:
-        """Bytes that the scheme would take, over all layers."""
+        """Size in bytes that the scheme would have, over all layers."""
         return sum(layer.would_be_bytes() for layer in self.fakes)
 
     def sealed_bits(self) -> float:
-        """Bits an element of what is rounded, all metadata counted."""
+        """Bits per element of rounded values, metadata included."""
         rounded = [layer for layer in self.fakes if layer.rounded > layer.sinks]
         elements = sum((x.keys[:, :, x.sinks : x.rounded].numel() + x.values[:, :, x.sinks : x.rounded].numel())
                        for x in rounded)  # fmt: skip

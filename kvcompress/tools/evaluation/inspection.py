@@ -1,4 +1,4 @@
-"""inspect(): what the keys and values of a model look like, and where its attention goes."""
+"""inspect(): statistics of a model's keys, values and attention."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from .report import grid
 
 @dataclass
 class Inspection:
-    """What `inspect` found.
+    """Result of `inspect`.
 
-    heads: one dict for each layer, KV head and kind ("k_pre": keys before RoPE, "k": as they are cached, "v"):
-    absmax; norm (mean length of a row); outliers (absmax of the largest channel / median over channels); offset
-    (length of the mean row / root mean square distance of rows from it: what rotation cannot help, and centring can).
-    layers: one dict a layer: first_attention (attention on the first token, mean over heads and queries),
-    first_attention_max (most of any head), keys90 (share of the keys that holds 90% of a head's attention, mean over
-    heads), overlap (Jaccard index of those keys with the next layer's, by the mean over heads; missing in the last).
-    channels: {kind: float32 [L, H, D]}, absmax of each channel. queries, tokens: on how much.
-    latent: of a model with latent attention (MLA), of one head: "k" is the latent, "v" the rotary part of the key,
-    "k_pre" the same before RoPE.
+    Attributes:
+        heads: a dict for each layer, KV head and kind ("k_pre": keys before RoPE; "k": keys as cached; "v"). absmax;
+            norm: mean L2 norm of a row; outliers: absmax of the largest channel / median over channels; offset: norm of
+            the mean row / RMS distance of rows from it, an error that centring removes and rotation does not.
+        layers: a dict for each layer. first_attention: attention to the first token, mean over heads and queries;
+            first_attention_max: maximum over heads; keys90: share of keys with 90% of the attention, mean over heads;
+            overlap: Jaccard index of these keys and those of the next layer, by the mean over heads (not in the last).
+        channels: {kind: float32 [L, H, D]}, absmax of each channel.
+        queries, tokens: numbers of queries and tokens measured.
+        latent: whether the model has latent attention (MLA), with one head: "k" is the latent, "v" the rotary part of
+            the key, "k_pre" the rotary part before RoPE.
     """
 
     model: str
@@ -44,7 +46,7 @@ class Inspection:
     latent: bool = False
 
     def table(self) -> str:
-        """A line a layer: the worst head of it."""
+        """A text table with one line per layer, for its worst head."""
         k, v = ("latent", "rotary") if self.latent else ("K", "V")
         head = ["layer", "first-token attention (max)", "keys with 90%", "overlap", f"|{k}|max", f"{k} outliers",
                 f"{k} offset", "pre-RoPE outliers", "pre-RoPE offset", f"|{v}|max", f"{v} outliers"]  # fmt: skip
@@ -67,12 +69,13 @@ class Inspection:
         return f"{self.model}: {self.tokens} tokens, attention of the last {self.queries}\n{self.table()}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; without the channels."""
+        """A JSON-serializable dict, without `channels`."""
         return {"model": self.model, "tokens": self.tokens, "queries": self.queries, "latent": self.latent,
                 "heads": self.heads, "layers": self.layers}  # fmt: skip
 
     def plot(self, path: str | Path) -> None:
-        """Channels of K before and after RoPE and of V, and the attention by layer, as a PNG. Needs matplotlib."""
+        """Plots channels of K before and after RoPE, channels of V, and attention by layer, to `path`. Needs
+        matplotlib."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -101,7 +104,7 @@ class Inspection:
 
 
 def _rows_of(layer: int, kind: str, x: torch.Tensor) -> list[dict[str, Any]]:
-    """Figures of x [H, T, D], a dict a head."""
+    """Statistics of x [H, T, D], one dict per head."""
     x = x.float()
     channels, mean = x.abs().amax(1), x.mean(1, keepdim=True)
     spread = (x - mean).square().sum(-1).mean(-1).sqrt()
@@ -121,7 +124,7 @@ def _rows_of(layer: int, kind: str, x: torch.Tensor) -> list[dict[str, Any]]:
 
 
 def _heavy(weights: torch.Tensor) -> torch.Tensor:
-    """bool [..., n]: the fewest keys that hold 90% of the weights [..., n]."""
+    """The smallest set of keys with 90% of the weights [..., n]: bool [..., n]."""
     ordered, index = weights.sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
     chosen = before < 0.9 * ordered.sum(-1, keepdim=True)
@@ -146,8 +149,8 @@ def _attention_rows(attentions: tuple[torch.Tensor, ...]) -> list[dict[str, Any]
 
 
 def _parts(model: PreTrainedModel) -> tuple[bool, dict[int, tuple[torch.nn.Module, Callable]]]:
-    """Is the model's attention latent? And by layer: whose output holds keys before RoPE, and how, as rows [H, T, D],
-    they lie in a sequence's."""
+    """(whether the model has latent attention; for each layer the module whose output contains keys before RoPE, and a
+    function that returns them as rows [H, T, D])."""
     found: dict[int, tuple[torch.nn.Module, Callable]] = {}
     for module in latent.layers(model):
         if isinstance(part := getattr(module, "kv_a_proj_with_mqa", None), torch.nn.Module):
@@ -161,7 +164,7 @@ def _parts(model: PreTrainedModel) -> tuple[bool, dict[int, tuple[torch.nn.Modul
             H = module.k_proj.weight.shape[0] // module.head_dim
             if rows.dim() == 2:  # [T, H * D]
                 rows = rows.unflatten(1, (H, -1))
-            return rows if rows.shape[0] == H else rows.transpose(0, 1)  # some norms see [H, T, D]
+            return rows if rows.shape[0] == H else rows.transpose(0, 1)  # some norms return [H, T, D]
 
         found[index] = getattr(module, "k_norm", None) or module.k_proj, by_head
     return False, found
@@ -176,15 +179,17 @@ def inspect(
     tokens: int = 2048,
     queries: int = 64,
 ) -> Inspection:
-    """Statistics of K (before and after RoPE) and V for each layer and KV head, and how concentrated attention is.
+    """Measures statistics of K (before and after RoPE) and V for each layer and KV head, and the concentration of
+    attention.
 
     Args:
         model: a causal LM with separate q_proj, k_proj, v_proj, or with latent attention.
         text, tokenizer: as in `evaluate`.
-        tokens: how much of the text is read (from its start). queries: the last ones, whose attention is looked at.
+        tokens: number of tokens to read from the start of the text.
+        queries: number of last queries to measure attention of.
 
-    Raises ValueError for `tokens` or `queries` below 1, a text of fewer than `queries` + 1 tokens, or a model with
-    fused projections.
+    Returns an `Inspection`. Raises ValueError for `tokens` or `queries` below 1, a text of fewer than `queries` + 1
+    tokens, or a model with fused projections.
     """
     config, queries = text_config(model.config), checks.integer("inspect: queries", queries, 1)
     tokens = checks.integer("inspect: tokens", tokens, 1)

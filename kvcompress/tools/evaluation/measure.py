@@ -1,8 +1,7 @@
-"""What is measured of one cache on one piece of text. Everything is read *through the cache*.
+"""Measurements of one cache on one piece of text, read *through the cache*.
 
-The context goes in first, as a user's prompt does; what is scored comes after it, in chunks that attend to what the
-cache has made of the context. (A single forward pass tests nothing: transformers' quantized caches return the raw keys
-of the first call.)
+The context is fed first, like a prompt; the scored tokens follow in chunks that attend to the compressed context. (A
+single forward pass would not test the cache: transformers' quantized caches return the raw keys of the first call.)
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from .caches import attention_for, held_bytes, open_cache
 from .tasks import Sample
 
 BLOCK = 16
-"""Tokens whose figures are averaged before they are stored: the unit of the bootstrap."""
+"""Number of tokens to average before results are stored: the unit of the bootstrap."""
 
 _DYNAMIC = Strategy("dynamic")
 Opener = Callable[[PreTrainedModel, Strategy], Any]
 
 
 def _forward(model: PreTrainedModel, ids: torch.Tensor, cache: Any, keep: int) -> torch.Tensor:
-    """Logits [keep, V] of the last `keep` inputs."""
+    """Logits [keep, V] for the last `keep` inputs."""
     return model(ids, **{CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=keep).logits[0, -keep:]
 
 
 def _prefill(model: PreTrainedModel, ids: torch.Tensor, cache: Any, chunk: int) -> torch.Tensor:
-    """Feeds ids [1, T] in chunks of `chunk` (0: in one call); logits [1, V] of the last."""
+    """Feeds ids [1, T] in chunks of `chunk` tokens (0: in one call). Returns logits [1, V] for the last token."""
     logits = torch.empty(0)
     for at in range(0, ids.shape[1], chunk or ids.shape[1]):
         logits = _forward(model, ids[:, at : at + (chunk or ids.shape[1])], cache, 1)
@@ -46,7 +45,7 @@ def _prefill(model: PreTrainedModel, ids: torch.Tensor, cache: Any, chunk: int) 
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, ids: torch.Tensor, scored: int) -> torch.Tensor:
-    """Logits [scored, V] of the last `scored` inputs of ids [1, T]: one forward pass, no cache."""
+    """Logits [scored, V] for the last `scored` inputs of ids [1, T], by one forward pass without a cache."""
     with attention_for(model, _DYNAMIC):
         return model(ids, use_cache=False, logits_to_keep=scored).logits[0, -scored:]
 
@@ -56,7 +55,7 @@ def logits_through(
     model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor, scored: int, chunk: int, prefill: int,
     open_it: Opener = open_cache,
 ) -> Iterator[torch.Tensor]:  # fmt: skip
-    """The same logits, `chunk` rows at a time, read through a cache that holds what comes before."""
+    """The same logits, `chunk` rows at a time, computed through a cache that contains the tokens before."""
     context = ids.shape[1] - scored
     with attention_for(model, strategy):
         cache = open_it(model, strategy)
@@ -68,11 +67,11 @@ def logits_through(
 
 
 def figures(reference: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """How far logits [N, V] are from `reference` [N, V], of tokens whose text goes on with targets [N].
+    """Compares logits [N, V] with `reference` [N, V], for tokens followed by targets [N].
 
-    float64 [5, N], of each token: kl (nats, of the reference from ours), agree (same most likely token), nll (nats, of
-    the text), nll_reference, accept (chance that a token drawn from ours as a draft is accepted by the reference: sum
-    of min(p, q); arXiv 2211.17192).
+    Returns float64 [5, N], for each token: kl: KL(reference || logits) in nats; agree: 1 for the same most likely
+    token; nll: negative log likelihood of the target in nats; nll_reference; accept: probability that a draft token
+    sampled from logits is accepted by the reference, sum of min(p, q) (speculative sampling, arXiv 2211.17192).
     """
     want, got = (x.double().log_softmax(-1) for x in (reference, logits))
     return torch.stack([
@@ -85,7 +84,7 @@ def figures(reference: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor
 
 
 def by_block(found: torch.Tensor) -> dict[str, list[float]]:
-    """`figures` by name: their means over blocks of BLOCK tokens."""
+    """{name: means over blocks of BLOCK tokens} of `figures`."""
     blocks = [part.mean(-1) for part in found.split(BLOCK, 1)]
     names = ("kl", "agree", "nll", "nll_reference", "accept")
     return {name: [float(b[i]) for b in blocks] for i, name in enumerate(names)}
@@ -103,10 +102,10 @@ def quality(
     prefill: int = 0,
     open_it: Opener = open_cache,
 ) -> dict[str, list[float]]:
-    """How far the model with this cache is from the model without, on ids [1, context + scored + 1].
+    """Compares the model with this cache to the model without a cache, on ids [1, context + scored + 1].
 
-    The last `scored` inputs but one are scored against `reference` (`reference_logits` of the same). Returns means
-    over blocks of BLOCK tokens, see `figures`. open_it: makes the cache, for one that no strategy names.
+    The last `scored` inputs except the very last are compared with `reference` (from `reference_logits`). Returns means
+    over blocks of BLOCK tokens, see `figures`. open_it: creates the cache, if no strategy describes it.
     """
     at, rows = 0, []
     for logits in logits_through(model, strategy, ids[:, :-1], scored, chunk, prefill, open_it):
@@ -117,7 +116,7 @@ def quality(
 
 
 def _correct(model: PreTrainedModel, cache: Any, ids: list[int], answer: list[int], device: torch.device) -> int:
-    """1 if, after `ids`, every token of the answer is the most likely one."""
+    """1 if each token of the answer is the most likely one after `ids`, else 0."""
     fed = torch.tensor([ids + answer[:-1]], device=device)
     logits = _forward(model, fed, cache, len(answer))
     return int(logits.argmax(-1).tolist() == answer)
@@ -127,11 +126,11 @@ def _correct(model: PreTrainedModel, cache: Any, ids: list[int], answer: list[in
 def retrieval(
     model: PreTrainedModel, strategy: Strategy, sample: Sample, *, prefill: int = 0, inside: int = 1
 ) -> dict[str, list[int]]:
-    """Which questions of a sample are answered right (1 or 0 each).
+    """For each question of a sample, 1 if it is answered correctly, else 0.
 
-    outside: the context alone was compressed, every question comes afterwards, to a copy of the same cache.
-    inside: the first `inside` questions once more, each with the question in the compressed context (which favours
-    policies that look at the last queries).
+    outside: only the context was compressed, and each question follows, with a copy of the same cache. inside: the
+    first `inside` questions again, each compressed together with the context (which favours policies that use the last
+    queries).
     """
     device = model.device
     context = torch.tensor([sample.context], device=device)
@@ -163,7 +162,7 @@ def retrieval(
 
 
 def _resident(field: str) -> int:
-    """Bytes that /proc says of this process; 0 where there is no /proc."""
+    """A size of this process from /proc, in bytes; 0 without /proc."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -172,7 +171,7 @@ def _resident(field: str) -> int:
 
 
 def _calm() -> None:
-    """Garbage and free heap go back to the system, so that what a cache adds can be seen."""
+    """Collects garbage and returns free heap to the system, so that the size of a cache can be measured."""
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -182,8 +181,8 @@ def _calm() -> None:
 
 @torch.inference_mode()
 def memory(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor, *, chunk: int = 256) -> dict[str, int | None]:
-    """Bytes after ids [1, T] went in in chunks: held (all that the cache counts), steady and peak (by how much the
-    process or the CUDA allocator grew, afterwards and at most; None where the system does not tell)."""
+    """Memory in bytes after ids [1, T] were fed in chunks. held: the size of the cache; steady, peak: growth of the
+    process or the CUDA allocator, at the end and at most; None if the system does not report it."""
     with attention_for(model, strategy):
         _forward(model, ids[:, :chunk], open_cache(model, strategy), 1)  # libraries, threads
         _calm()
@@ -219,10 +218,10 @@ def _sync(model: PreTrainedModel) -> None:
 def speed(
     model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor, *, steps: int = 64, turn: int = 8
 ) -> dict[str, Any]:
-    """Prefill and decode times next to the uncompressed cache, in turns of `turn` steps so that noise hits both alike.
+    """Times prefill and decode together with the uncompressed cache, in turns of `turn` steps to share noise.
 
     ids [1, T + steps]: the first T are the context. Times in ms: prefill, decode (medians), spread (10th and 90th
-    percentile), and the same of "dynamic"; decode_ratio is ours / dynamic.
+    percentile), and the same for "dynamic"; decode_ratio: decode time / that of "dynamic".
     """
     T = ids.shape[1] - steps
     kinds = {"ours": strategy, "dynamic": _DYNAMIC}
@@ -243,7 +242,7 @@ def speed(
                     start = time.perf_counter()
                     _forward(model, ids[:, i : i + 1], caches[name], 1)
                     _sync(model)
-                    if i > at:  # the first after a change of hands meets a cold cache
+                    if i > at:  # the first step of a turn has a cold CPU cache
                         times[name].append(1e3 * (time.perf_counter() - start))
     out: dict[str, Any] = {}
     for name, prefix in (("ours", ""), ("dynamic", "dynamic_")):

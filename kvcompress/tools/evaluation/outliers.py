@@ -1,4 +1,4 @@
-"""Channel outliers put into a model without changing what it computes: torture for quantizers."""
+"""Injects channel outliers into a model without changing its outputs, to stress quantizers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ...hf.modules import attention_modules
 
 
 def _gain_offset(norm: Any) -> int:
-    """1 for a norm that multiplies by 1 + weight, 0 for one that multiplies by the weight."""
+    """1 for a norm that multiplies by 1 + weight, 0 for one that multiplies by weight."""
     ones = torch.ones_like(norm.weight)
     return round(float((norm(ones) - norm.weight).mean()))
 
 
 @torch.no_grad()
 def inject_outliers(model: PreTrainedModel, scale: float = 8.0, pairs: int = 2, seed: int = 0) -> PreTrainedModel:
-    """Makes `pairs` RoPE pairs of every KV head's keys `scale` times larger, and the queries' that much smaller.
+    """Multiplies `pairs` RoPE pairs of the keys of every KV head by `scale`, and divides those of the queries by it.
 
-    Both members of a pair (dims i and i + D/2, which RoPE rotates together) are scaled in k_proj, and by 1/scale in
-    the q_proj of the head's group (for models that normalise q and k per head: in the weights of those norms, the same
-    for all heads). q.k stays what it was up to rounding, so the uncompressed model is unchanged, while the quantizer
-    sees channels `scale` times the others, as large models have them (KVQuant, arXiv 2401.18079, figure 2). In place;
-    returns the model.
+    Both dims of a pair (i and i + D/2, which RoPE rotates together) are scaled in k_proj, and by 1/scale in the q_proj
+    of the head's group (for models that normalise q and k per head: in the weights of these norms, equal for all
+    heads). q.k does not change up to rounding, so the uncompressed model is unchanged, while quantizers see channels
+    `scale` times as large as others, as in large models (KVQuant, arXiv 2401.18079, figure 2). In place; returns the
+    model.
 
-    Raises ValueError for a model without separate q_proj and k_proj or with an odd number of rotary dims.
+    Raises ValueError for a model without separate q_proj and k_proj, or with an odd number of rotary dims.
     """
     if scale <= 0:
         raise ValueError(f"inject_outliers: scale: expected more than 0, got {scale}")

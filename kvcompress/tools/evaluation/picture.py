@@ -1,4 +1,4 @@
-"""The picture of an Evaluation: quality against bytes, time per token, accuracy by task. Needs matplotlib."""
+"""Plot of an Evaluation: quality against bytes, time per token, accuracy by task. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COLOURS = ("#8a8a8a", "#1f6fb2", "#2a9d8f", "#d1622b", "#7b4fa3", "#b8901f", "#
 
 
 def _pareto(axis: Any, rows: list[tuple[str, dict[str, Any]]]) -> None:
-    """KL against bytes per token, both log; left and low is better."""
+    """KL against bytes per token, both log scale; lower left is better."""
     for colour, row in rows:
         y = max(row["kl"], 1e-9)
         error = [[max(0.0, y - max(row["kl_low"], 1e-9))], [max(0.0, row["kl_high"] - y)]]
@@ -27,7 +27,7 @@ def _pareto(axis: Any, rows: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 def _times(axis: Any, rows: list[tuple[str, dict[str, Any]]]) -> None:
-    """Decode time of each, with the 10th and 90th percentile, and of the uncompressed cache next to it."""
+    """Decode times with 10th and 90th percentile, relative to the uncompressed cache."""
     names = [row["strategy"] for _, row in rows]
     middle = [row["decode_ratio"] for _, row in rows]
     bars = axis.barh(names, middle, color=[colour for colour, _ in rows])
@@ -39,7 +39,7 @@ def _times(axis: Any, rows: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 def _accuracies(axis: Any, rows: list[tuple[str, dict[str, Any]]]) -> None:
-    """Accuracy by task, question outside of the compressed context."""
+    """Accuracy by task, with the question outside of the compressed context."""
     names = list(rows[0][1]["tasks"])
     width = 0.8 / len(rows)
     for i, (colour, row) in enumerate(rows):
@@ -52,7 +52,7 @@ def _accuracies(axis: Any, rows: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 def draw(rows_of: list[dict[str, Any]], model: str, path: str | Path) -> None:
-    """Writes the picture of an Evaluation (PNG, or what the suffix says). Panels without figures are left out."""
+    """Saves the plot of an Evaluation (PNG, or by suffix of `path`). Panels without data are omitted."""
     rows = [(_COLOURS[i % len(_COLOURS)], row) for i, row in enumerate(rows_of)]
     panels = []
     if any("kl" in row and "bytes" in row for _, row in rows):

@@ -1,10 +1,10 @@
-"""Analysis only: how published methods round K and V, written from their papers and their authors' code, to be
-measured as our formats are. All metadata is counted as its authors store it; what a method keeps in full precision is
-the cache's `sinks` and newest page, for all of them alike.
+"""Analysis only: rounding of K and V by published methods, implemented from papers and authors' code, for comparison
+with our formats. Metadata is counted as the authors store it. For all methods, the cache's `sinks` and newest page stay
+in full precision.
 
-A `Rounding` takes x [B, H, T, D] of one side of a layer, T a multiple of 32, and gives what would be read back and its
-bits an element. It lives as long as its layer: what a method calibrates offline and has no file for is fitted to the
-first rows that it sees (the prompt itself, which flatters it).
+A `Rounding` takes x [B, H, T, D], K or V of a layer with T a multiple of 32, and returns the dequantized values and
+bits per element. It belongs to one layer. Parameters that a method calibrates offline are fitted to the first rows
+instead (the prompt itself, which favours the method).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LLOYD_MAX = {  # levels above 0 for N(0, 1): Max 1960, IRE Transactions on Info
 
 @cache
 def hadamard(dim: int) -> Tensor:
-    """Orthonormal, blocks of the largest power of two that divides `dim`."""
+    """Orthonormal block-diagonal Hadamard matrix, with blocks of the largest power of two that divides `dim`."""
     block = torch.ones(1, 1)
     while len(block) < dim & -dim:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
@@ -33,19 +33,19 @@ def hadamard(dim: int) -> Tensor:
 
 
 def nearest(x: Tensor, levels: Tensor) -> Tensor:
-    """Each element's nearest of `levels` (ascending)."""
+    """The nearest of `levels` (ascending) for each element."""
     return levels[torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)]
 
 
 def in_range(x: Tensor, bits: int, dim: int) -> Tensor:
-    """x on 2^bits equidistant levels from its least to its largest along `dim`, both fp16."""
+    """x rounded to 2^bits equidistant levels from its minimum to its maximum along `dim`, both stored as fp16."""
     low = x.amin(dim, keepdim=True).half().float()
     step = ((x.amax(dim, keepdim=True) - low) / (2**bits - 1)).half().float().clamp_min(1e-7)
     return ((x - low) / step).round().clamp(0, 2**bits - 1) * step + low
 
 
 def kivi(bits: int, key: bool) -> Rounding:
-    """KIVI (arXiv 2402.02750): ranges of 32 tokens a channel (K), of 32 channels a token (V)."""
+    """KIVI (arXiv 2402.02750): ranges over 32 tokens per channel (K), over 32 channels per token (V)."""
 
     def rounding(x: Tensor) -> tuple[Tensor, float]:
         if key:
@@ -57,8 +57,8 @@ def kivi(bits: int, key: bool) -> Rounding:
 
 
 def quarot(bits: int, key: bool) -> Rounding:
-    """QuaRot's cache (arXiv 2404.00456): a Hadamard transform of each head, then a row's range, clipped to 0.95 of it
-    (as its authors' commands have it). K and V alike: the plain rotated format of its bits."""
+    """KV cache of QuaRot (arXiv 2404.00456): a Hadamard transform per head, then ranges per row, clipped to 0.95 (as in
+    the authors' commands). The same for K and V."""
 
     def rounding(x: Tensor) -> tuple[Tensor, float]:
         rows = x @ (turn := hadamard(x.shape[3]))
@@ -69,8 +69,8 @@ def quarot(bits: int, key: bool) -> Rounding:
 
 
 def turboquant(bits: int, key: bool) -> Rounding:
-    """TurboQuant's MSE quantizer (arXiv 2504.19874) as engines run it: random signs and a Hadamard transform, the
-    levels of Lloyd and Max at the row's length over sqrt(D), the length corrected after it. K and V alike."""
+    """MSE quantizer of TurboQuant (arXiv 2504.19874) as in inference engines: random signs and a Hadamard transform,
+    Lloyd-Max levels scaled by the row's norm / sqrt(D), then a correction of the norm. The same for K and V."""
 
     def rounding(x: Tensor) -> tuple[Tensor, float]:
         dim = x.shape[3]
@@ -86,8 +86,8 @@ def turboquant(bits: int, key: bool) -> Rounding:
 
 
 def kvarn(bits: int, key: bool) -> Rounding:
-    """KVarN (arXiv 2606.03458): a Hadamard transform, deviations of a tile's tokens and channels brought to one by
-    turns (16 times), then ranges a channel (K) or a token (V). A tile has up to 128 tokens, as many as come."""
+    """KVarN (arXiv 2606.03458): a Hadamard transform; deviations of a tile's tokens and channels normalized alternately
+    (16 times); then ranges per channel (K) or per token (V). A tile has up to 128 tokens."""
 
     def rounding(x: Tensor) -> tuple[Tensor, float]:
         tokens = 128 if x.shape[2] % 128 == 0 else 64 if x.shape[2] % 64 == 0 else _GROUP
@@ -95,23 +95,26 @@ def kvarn(bits: int, key: bool) -> Rounding:
         rest = rest @ turn
         of_token, of_channel = torch.ones_like(rest[..., :1]), torch.ones_like(rest[..., :1, :])
         for _ in range(16):
-            # Of mean 1: where channels have means, one size for all of them grows without end, and tokens' shrinks.
+            # Scales of mean 1: if channels have means, their common scale would grow without bound, that of tokens
+            # shrink.
             by = torch.nn.functional.normalize(rest.std(3, keepdim=True), 1, 4) * rest.shape[4]
             rest, of_channel = rest / by.clamp_min(1e-12), of_channel * by.clamp_min(1e-12)
             by = rest.std(4, keepdim=True).clamp_min(1e-12)
             rest, of_token = rest / by, of_token * by
         near = in_range(rest, bits, 3 if key else 4)
         near = near * of_token.clamp(2**-24, 65504).half().float() * of_channel.clamp(2**-24, 65504).half().float()
-        ranges, scales = (tokens, x.shape[3]) if key else (x.shape[3], tokens)  # one side's scale goes into its range's
+        ranges, scales = (
+            (tokens, x.shape[3]) if key else (x.shape[3], tokens)
+        )  # one scale is merged into that of the range
         return (near @ turn.T).flatten(2, 3), bits + 32 / ranges + 16 / scales
 
     return rounding
 
 
 def kvquant(bits: int, key: bool) -> Rounding:
-    """Like KVQuant (arXiv 2401.18079) with 1% of outliers: the ends of a channel (K) or a token's heads (V) stay fp16,
-    the rest of its range is put on levels of the layer by k-means. K after RoPE, and no Fisher weights."""
-    fitted: list[Tensor] = []  # ends of K's channels, and levels
+    """As KVQuant (arXiv 2401.18079) with 1% outliers: extreme values of a channel (K) or of a token's heads (V) stay
+    fp16, the rest is rounded to k-means levels of the layer. K after RoPE, without Fisher weights."""
+    fitted: list[Tensor] = []  # limits of K's channels, and levels
 
     def ends(x: Tensor, dim: int) -> Tensor:
         return x.quantile(torch.tensor([0.005, 0.995]), dim, keepdim=True, interpolation="nearest")
@@ -127,14 +130,14 @@ def kvquant(bits: int, key: bool) -> Rounding:
         if len(fitted) == int(key):
             fitted.append(_means(y[~outside], 2**bits))
         near = torch.where(outside, x.half().float(), (nearest(y, fitted[-1]) + 1) * step + low)
-        stored = outside.float().mean().item() * 32  # value and place
+        stored = outside.float().mean().item() * 32  # value and index
         return near, bits + stored + (0 if key else 32 / row)
 
     return rounding
 
 
 def _means(x: Tensor, count: int) -> Tensor:
-    """k-means of numbers: fp32, ascending."""
+    """k-means centers of numbers: fp32, ascending."""
     x = x.sort().values
     x = x[:: max(1, len(x) // 100_000)].double()
     levels = x[((torch.arange(count) + 0.5) / count * len(x)).long()]
@@ -148,8 +151,8 @@ def _means(x: Tensor, count: int) -> Tensor:
 
 
 def oscar(bits: int, key: bool) -> Rounding:
-    """OSCAR's quantizer (arXiv 2605.17757): magnitudes of a row above its 0.96 quantile (V: 0.92) are clipped, then it
-    is put on its range. Its rotations are a calibration: `benchmarks/oscar.py` measures them."""
+    """Quantizer of OSCAR (arXiv 2605.17757): magnitudes above the row's 0.96 quantile (V: 0.92) are clipped, then
+    ranges per row. `benchmarks/oscar.py` measures its rotations, which are a calibration."""
 
     def rounding(x: Tensor) -> tuple[Tensor, float]:
         most = x.abs().quantile(0.96 if key else 0.92, 3, keepdim=True)

@@ -1,4 +1,4 @@
-"""Finished cells to a table: means, bootstrap intervals, CSV, JSON, picture."""
+"""Results of an evaluation: means, bootstrap intervals, CSV, JSON, plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RESAMPLES = 1000
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """95% interval of the mean of `values`, by resampling them (Efron 1979). NaN for fewer than two."""
+    """95% bootstrap interval of the mean of `values` (Efron 1979). NaN for fewer than two values."""
     x = np.asarray(values, dtype=np.float64)
     if len(x) < 2:
         return math.nan, math.nan
@@ -27,7 +27,7 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
 
 
 def ppl_interval(nll: Sequence[float], reference: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """95% interval of exp(mean nll) - exp(mean reference), pairs resampled together. NaN for fewer than two."""
+    """95% paired bootstrap interval of exp(mean nll) - exp(mean reference). NaN for fewer than two values."""
     pairs = np.asarray([nll, reference], dtype=np.float64)
     if pairs.shape[1] < 2:
         return math.nan, math.nan
@@ -43,7 +43,7 @@ def _number(x: Any, form: str = ".3g") -> str:
 
 
 def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Text columns: the first to the left, the others to the right."""
+    """A text table: the first column left-aligned, the others right-aligned."""
     rows = [list(head), *map(list, lines)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines_out = []
@@ -55,14 +55,14 @@ def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 @dataclass
 class Evaluation:
-    """What `evaluate` found. `rows`: one dict a strategy; `print` shows the table.
+    """Result of `evaluate`. `rows`: one dict per strategy; `print` shows the table.
 
-    Fields of a row: strategy; analysis_only (values rounded, nothing smaller); kl with kl_low and kl_high (nats, mean
-    over tokens, 95% interval), top1 (share of equal most likely tokens), ppl and ppl_reference (without any cache),
-    dppl_low and dppl_high (95% interval of their difference), accept (speculative acceptance, 0 to 1);
-    accuracy_outside, accuracy_inside and tasks {name: {outside, inside, low, high}}; bytes, bytes_per_token, ratio
-    (bytes of the uncompressed cache / bytes), steady, peak (bytes), prefill and decode (ms), decode_ratio (to the
-    uncompressed cache, measured side by side), tokens_per_second. A field that was not measured is missing.
+    Fields of a row, if measured: strategy; analysis_only: values rounded, but not compressed; kl, kl_low, kl_high: mean
+    over tokens in nats with 95% interval; top1: share of equal most likely tokens; ppl; ppl_reference: without a cache;
+    dppl_low, dppl_high: 95% interval of their difference; accept: acceptance rate of drafts, 0 to 1; accuracy_outside,
+    accuracy_inside, tasks: {name: {outside, inside, low, high}}; bytes, bytes_per_token; ratio: bytes of the
+    uncompressed cache / bytes; steady, peak: growth of the process in bytes; prefill, decode: in ms; decode_ratio:
+    decode time / that of the uncompressed cache, measured together; tokens_per_second.
     """
 
     about: dict[str, Any]
@@ -89,7 +89,7 @@ class Evaluation:
                 row |= _tasks(by[strategy]["task"])
             for _, cost in by[strategy]["cost"]:
                 row |= {name: cost[name] for name in ("steady", "peak", "prefill", "decode", "spread", "decode_ratio")}
-                if strategy == "dynamic":  # what the others are compared with; it was timed against itself
+                if strategy == "dynamic":  # the baseline, timed against itself
                     row["decode_ratio"] = 1.0
                 row["bytes"] = cost["held"]
                 row["bytes_per_token"] = cost["held"] / about["context"]
@@ -99,7 +99,7 @@ class Evaluation:
         return cls(about, rows, skipped)
 
     def table(self) -> str:
-        """The rows as text; columns that nobody measured are left out."""
+        """The rows as a text table; columns without data are omitted."""
         columns = [
             ("strategy", lambda r: r["strategy"] + ("  (analysis only)" if r["analysis_only"] else "")),
             ("B/token", lambda r: _number(r.get("bytes_per_token"), ",.0f")),
@@ -124,7 +124,7 @@ class Evaluation:
         return "\n".join([text, *(f"left out: {name}: {why}" for name, why in self.skipped.items())])
 
     def task_table(self) -> str:
-        """Accuracy by task, question outside / inside of the compressed context; "" if there were none."""
+        """Accuracy by task, with the question outside / inside of the compressed context; "" without tasks."""
         rows = [row for row in self.rows if "tasks" in row]
         if not rows:
             return ""
@@ -142,7 +142,7 @@ class Evaluation:
         return "\n".join(x for x in (head, self.table(), self.task_table()) if x)
 
     def save(self, folder: str | Path) -> None:
-        """Writes results.json, results.csv and, where matplotlib is installed, results.png into `folder`."""
+        """Writes results.json, results.csv and, if matplotlib is installed, results.png to `folder`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         whole = {"about": self.about, "rows": self.rows, "skipped": self.skipped}

@@ -1,4 +1,4 @@
-"""Finished cells of an evaluation, in a file that survives a kill at any moment."""
+"""Finished cells of an evaluation, in a file that survives a crash at any time."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 
 def cell_id(what: dict[str, Any]) -> str:
-    """Name of a cell: a hash of everything that decides its result."""
+    """ID of a cell: a hash of everything that determines its result."""
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
 
 
 class Store:
-    """One JSON object a line, {"cell": what, "id": hash, "result": ...}, written and synced when a cell is finished.
+    """JSON Lines file with one object per finished cell, {"cell": what, "id": hash, "result": ...}, synced to disk.
 
-    A torn last line (the process was killed while writing) is cut off when the file is opened; finished cells are
-    never computed or written twice. A lock keeps a second process out. `path=None` keeps the cells in memory.
+    An incomplete last line (the process was killed) is removed when the file is opened. Cells are never computed or
+    written twice. A lock keeps other processes out. path=None: keep the cells in memory.
 
-    Raises RuntimeError if another process has the file, ValueError if a line in its middle is damaged.
+    Raises RuntimeError if another process uses the file, ValueError if a line before the last is damaged.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -37,7 +37,7 @@ class Store:
         except OSError:
             self._file.close()
             raise RuntimeError(
-                f"evaluate: expected {path} for this run alone, but another process has it; choose another folder"
+                f"evaluate: expected exclusive access to {path}, but another process uses it; choose another folder"
             ) from None
         self._file.seek(0)
         data = self._file.read()
@@ -58,11 +58,11 @@ class Store:
         return cell_id(what) in self._results
 
     def get(self, what: dict[str, Any]) -> Any:
-        """The result of a finished cell; None if it is not finished."""
+        """The result of a cell, or None if it is not finished."""
         return self._results.get(cell_id(what))
 
     def put(self, what: dict[str, Any], result: Any) -> None:
-        """Notes that a cell is finished; on disk when this returns."""
+        """Stores the result of a cell; it is on disk when this returns."""
         name = cell_id(what)
         if name in self._results:
             raise ValueError(f"evaluate: cell {what} is finished already")
@@ -74,7 +74,7 @@ class Store:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Lets the file go."""
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,4 +1,4 @@
-"""evaluate(): strategies on a model and a text, cell by cell, resumable."""
+"""evaluate(): measures strategies on a model and a text, in resumable cells."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .store import Store
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured and on how much. Lengths in tokens.
+    """Settings of `evaluate`. Lengths are in tokens.
 
-    context: compressed before anything is scored. scored: scored after it, per window. chunk: tokens a call while
-    scoring. prefill: tokens a call for the context; 0 for one call. windows: pieces of the text. tasks: names out of
-    `tasks.TASKS`. samples: contexts a task. cost: memory and speed too. steps: decode steps that are timed. seed: of
-    windows and tasks.
+    context: length of the compressed context; scored: tokens scored after it, per window; chunk: tokens per call while
+    scoring; prefill: tokens per call for the context, 0: one call; windows: number of windows of the text; tasks: names
+    of `tasks.TASKS`; samples: contexts per task; cost: also measure memory and speed; steps: timed decode steps; seed:
+    for windows and tasks.
     """
 
     context: int = 2048
@@ -54,17 +54,17 @@ class Settings:
 
 
 class _Run:
-    """A model, a text, and the cells of its evaluation. A cell is a dict that says all that decides its result."""
+    """A model, a text, and the cells of its evaluation. A cell is a dict of everything that determines its result."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, ids: list[int], settings: Settings) -> None:
         self.model, self.tokenizer, self.ids, self.settings = model, tokenizer, ids, settings
         self.bos = data.bos_of(model, tokenizer)
-        self.size = settings.context + settings.scored + 1 - len(self.bos)  # of a window, in tokens of the text
+        self.size = settings.context + settings.scored + 1 - len(self.bos)  # tokens of the text per window
         self.same = {"model": data.fingerprint(model), "text": data.ids_hash(ids), "library": _C.__version__}
         self._shared: tuple[Any, Any] = (None, None)
 
     def cells(self, strategies: list[Strategy]) -> list[dict[str, Any]]:
-        """All cells; those that share a window or a sample side by side."""
+        """All cells, ordered so that cells of one window or sample are adjacent."""
         s = self.settings
         how = {"context": s.context, "prefill": s.prefill}
         shared: list[dict[str, Any]] = []
@@ -78,7 +78,7 @@ class _Run:
         return [{**what, "strategy": str(x), **self.same} for what in shared for x in strategies]
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What cells side by side have in common is computed for the first of them and kept until the next key."""
+        """Computes data shared by adjacent cells once, and keeps it until the next key."""
         if self._shared[0] != key:
             self._shared = (None, None)
             self._shared = (key, make())
@@ -125,7 +125,7 @@ def load_model(
 def usable(
     model: PreTrainedModel, strategies: str | dict | Strategy | Iterable[str | dict | Strategy], skip: bool
 ) -> tuple[list[Strategy], dict[str, str]]:
-    """The strategies, each once, the uncompressed cache first; and, if `skip`, why others cannot be used here."""
+    """(strategies without duplicates, the uncompressed cache first; with `skip`, {unavailable strategy: reason})."""
     chosen, skipped = [Strategy("dynamic")], {}
     strategies = [strategies] if isinstance(strategies, (str, dict, Strategy)) else strategies
     for spec in (x for given in strategies for x in (expand(given) if isinstance(given, str) else [given])):
@@ -143,7 +143,7 @@ def usable(
 
 
 def _settings(given: dict[str, Any], tokens: int | None) -> Settings:
-    """tokens: windows over so many, end to end. Raises ValueError for a setting that there is not."""
+    """The Settings. tokens: cover this many tokens with windows, end to end. Raises ValueError for unknown settings."""
     names = given.get("tasks", ())
     chosen = tasks.TASKS if names == "all" else (names,) if isinstance(names, str) else tuple(names)
     try:
@@ -168,27 +168,31 @@ def evaluate(
     progress: bool = True,
     **settings: Any,
 ) -> Evaluation:
-    """Measures what strategies cost in quality, bytes and time: on any causal LM of transformers and any text.
+    """Measures quality, size and speed of strategies, with any causal LM of transformers and any text.
 
-    Everything is read through the cache (see `evaluation.measure`); the uncompressed cache is always in the table.
+    All measurements go through the cache (see `evaluation.measure`). The uncompressed cache is always included.
 
     Args:
-        model: a causal LM, its folder, or its name on the hub (loaded in fp32 on a CPU).
-        text: a text, a file (.txt, or token ids in .npy), or token ids.
-        strategies: what to compare (one, or several), see `kvcompress.tools.strategy`; braces in a text make a grid.
-        tokenizer: of the model; needed for a text and for tasks; found by itself if `model` is a name.
-        full: windows over all of the text, end to end, instead of `windows` of them.
-        out: folder for cells.jsonl (what is finished: run again to go on where a run was broken off), results.json,
-            results.csv and results.png. Nothing is written if None.
-        skip_unavailable: leave strategies out that cannot be used here (a backend is missing, a format does not take
-            the head dim), and say so in the result, instead of raising.
-        progress: a bar with the time left.
-        settings: see `Settings`: context, scored, chunk, prefill, windows, tasks ("all" for all), samples, cost, steps,
-            seed.
+        model: a causal LM, its folder, or its name on the hub (loaded in fp32 on the CPU).
+        text: a text, a path (.txt, or token ids in .npy), or token ids.
+        strategies: one or several strategies, see `kvcompress.tools.strategy`; braces expand to a grid.
+        tokenizer: the model's tokenizer, needed for a text and for tasks. Default: loaded if `model` is a name.
+        full: cover all of the text with windows, end to end, instead of `windows` of them.
+        out: folder for cells.jsonl (run again to resume), results.json, results.csv and results.png. None: write
+            nothing.
+        skip_unavailable: skip strategies that are unavailable (missing backend, unsupported head dim) and list them in
+            the result, instead of raising.
+        progress: show a progress bar.
+        settings: fields of `Settings`: context, scored, chunk, prefill, windows, tasks ("all" for all), samples, cost,
+            steps, seed.
+
+    Returns an `Evaluation`.
 
     Raises:
-        ValueError: unknown strategy, setting or task; text too short. TypeError: not a model. ImportError: a
-        backend that is not installed. RuntimeError: another process writes to `out`.
+        ValueError: unknown strategy, setting or task; text too short.
+        TypeError: not a model.
+        ImportError: a backend is not installed.
+        RuntimeError: another process writes to `out`.
 
     Sources: KL divergence and top-1 agreement as in llama.cpp's `llama-perplexity --kl-divergence`; tasks after RULER
     (arXiv 2404.06654); acceptance after speculative sampling (arXiv 2211.17192).

@@ -1,9 +1,9 @@
-"""Retrieval tasks: facts hidden in a long text, and questions about them. Token lists only: no model, no torch.
+"""Retrieval tasks: facts hidden in a long text, and questions about them. Token lists only, without a model or torch.
 
-A context is filler (any text) with statements put in at random places; every question can be asked by itself after the
-context, so one compressed cache serves several questions (RULER, arXiv 2404.06654, asks several kinds of needle;
-arXiv 2510.00231 shows why one question a context flatters eviction). An answer counts if the model's most likely token
-is right at every token of the answer. `benchmarks/train` teaches the shipped models the same templates, other seeds.
+A context is filler (any text) with statements inserted at random positions. Each question can be asked separately after
+the context, so one compressed cache serves several questions (RULER, arXiv 2404.06654, has several kinds of needles;
+arXiv 2510.00231 shows why one question per context favours eviction). An answer is correct if each of its tokens is the
+model's most likely token. `benchmarks/train` trains the shipped models on the same templates with other seeds.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ WORDS, NAMES = tuple(_WORDS.split()), tuple(_NAMES.split())
 
 @dataclass(frozen=True)
 class Sample:
-    """One context and its questions, as token ids."""
+    """A context and its questions, as token ids."""
 
     context: list[int]
-    questions: list[tuple[list[int], list[int]]]  # (question, answer), asked apart, right after the context
+    questions: list[tuple[list[int], list[int]]]  # (question, answer), asked separately, after the context
 
 
 Facts = tuple[list[str], list[tuple[str, str]], bool]  # statements, (question, answer), in one place at the start?
@@ -95,8 +95,8 @@ _MAKERS: dict[str, tuple[Callable[[random.Random, int], Facts], int]] = {
     "instructions": (_instructions, 2),
 }
 TASKS: tuple[str, ...] = tuple(_MAKERS)
-"""recall: one pair out of a list of word pairs; induction: words that follow four given ones; passkey: five digits;
-needles: one of several secret words; tracking: two facts to join; instructions: one of two rules at the very start."""
+"""recall: one of a list of word pairs; induction: words that follow four given ones; passkey: five digits; needles: one
+of several secret words; tracking: two facts to combine; instructions: one of two rules at the start."""
 
 
 def make(
@@ -109,12 +109,12 @@ def make(
     count: int | None = None,
     bos: Sequence[int] = (),
 ) -> Sample:
-    """A context of `length` tokens (`bos` first) with the facts of `task` in it, and its questions.
+    """A context of `length` tokens (`bos` first) that contains the facts of `task`, and its questions.
 
-    encode: text to ids, without special tokens. filler: ids of a text, at least `length`. length: None for all of the
-    filler. count: facts (questions); each task has its own default.
+    encode: function from text to ids, without special tokens. filler: ids of a text, at least `length`. length: None:
+    all of the filler. count: number of facts (questions); each task has a default.
 
-    Raises ValueError for an unknown task, a filler that is too short, or a length that the facts do not fit in.
+    Raises ValueError for an unknown task, a filler that is too short, or a length too small for the facts.
     """
     if task not in _MAKERS:
         raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")

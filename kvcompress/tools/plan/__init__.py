@@ -1,4 +1,4 @@
-"""Planning: what a cache takes, what fits, which format to use. Quick, and without torch (but for `measure`)."""
+"""Planning: size of a cache, what fits on a device, which format to use. Does not need torch (except `measure`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which format and which policy, and why: rules over what this project measured."""
+"""Recommendations of formats and policies with reasons, by rules over this project's measurements."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .models import OURS, Model
 from .units import show_gb
 
 LADDER = ("int8", "int8/int4", "int4", "int4/int2", "int2")
-"""Candidates, largest first. fp8_e4m3 takes the bytes of int8 and loses more; the rest are for comparison."""
+"""Candidates, largest first. fp8_e4m3 has the size of int8 and a larger error; other formats are for comparison."""
 
 FLOORS = {"lossless": 1e-4, "high": 2e-3, "medium": 5e-2}
-"""Quality floors: KL in nats a token that is allowed, by the worse of the two shipped models."""
+"""Quality floors: maximum KL in nats per token, on the worse of the two shipped models."""
 
 WORKLOADS = ("auto", "chat", "multi-turn", "retrieval", "reasoning", "streaming")
 _STEP = 0.12  # a smaller format must save at least this share at the context in question
@@ -22,8 +22,8 @@ _STEP = 0.12  # a smaller format must save at least this share at the context in
 
 @dataclass
 class Choice:
-    """A strategy, what it holds for one request, and why. role: "recommended", "safer" or "smaller". options: arguments
-    of KVCache, as `KVCache.from_dict` takes them; strategy: the same as a text."""
+    """A recommended strategy, its bytes for one request, and the reasons. role: "recommended", "safer" or "smaller".
+    options: arguments for `KVCache.from_dict`; strategy: the same as a string."""
 
     role: str
     strategy: str
@@ -48,7 +48,7 @@ def regime(tokens: int) -> str:
 
 
 def floor_of(quality: str | float) -> float:
-    """KL that is allowed: a name out of `FLOORS`, or a number. Raises ValueError."""
+    """Maximum KL in nats per token of a quality: a name in `FLOORS`, or a number. Raises ValueError for others."""
     try:
         limit = FLOORS[quality] if quality in FLOORS else float(quality)
     except (TypeError, ValueError):
@@ -86,14 +86,14 @@ def _quality(name: str, latent: bool) -> str:
 
 
 def _drafts(name: str) -> tuple[float, float]:
-    """(worst measured change of accepted tokens a step, its spread); formats of K and V apart: the worse of the two."""
+    """(worst measured change of accepted tokens per step, its spread); of K and V formats the worse one."""
     known = evidence.measured()["drafts"]
     found = [(known[part]["change"], known[part]["spread"]) for part in name.split("/") if part in known]
     return min(found, default=(0.0, 0.0))
 
 
 def _choose(model: Model, tokens: int, limit: float, drafts: bool) -> tuple[str, list[str]]:
-    """The smallest of the ladder that keeps to the floor and is worth its step, and why the others are not taken."""
+    """(the smallest candidate that meets the floor and saves enough, reasons against the others)."""
     chosen, why = "", []
     for name in LADDER:
         loss = evidence.kl(name, model.latent)
@@ -120,7 +120,7 @@ def _choose(model: Model, tokens: int, limit: float, drafts: bool) -> tuple[str,
 def _workload(
     model: Model, tokens: int, workload: str, drafts: bool, name: str
 ) -> tuple[list[str], dict[str, Any], str]:
-    """(why, options next to formats, what the strategy's text ends in) of a workload."""
+    """(reasons, further options, suffix of the strategy string) of a workload."""
     why: list[str] = []
     if workload == "streaming":
         window = min(4096, model.trained or 4096) - 4
@@ -170,10 +170,10 @@ def recommend(
     model: Model, tokens: int, *, workload: str = "auto", quality: str | float = "high", drafts: bool = False,
     isa: str = "avx512bf16",
 ) -> list[Choice]:  # fmt: skip
-    """Up to three choices for sequences of `tokens` of `model`, the best first; each says why, with measured figures.
+    """Up to three choices for sequences of `tokens` tokens of `model`, best first, each with reasons and measurements.
 
-    workload: one of `WORKLOADS`; quality: a floor, see `floor_of`; drafts: speculative decoding is used; isa: kernel
-    level of the CPU. Raises ValueError.
+    workload: one of `WORKLOADS`; quality: a floor, see `floor_of`; drafts: whether speculative decoding is used; isa:
+    kernel level of the CPU. Sizes are in bytes. Raises ValueError for unknown values.
     """
     if workload not in WORKLOADS:
         raise ValueError(f"workload: expected one of {', '.join(WORKLOADS)}, got {workload!r}")

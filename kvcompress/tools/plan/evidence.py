@@ -1,4 +1,4 @@
-"""What this project has measured, in short: measured.json, made from benchmarks/results by `make docs`."""
+"""Summary of this project's measurements: measured.json, generated from benchmarks/results by `make docs`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ COMMANDS = {
     "drafts": "python benchmarks/speculation.py",
     "budgets": "python benchmarks/budgets.py",
 }
-"""What prints the figures of each part again."""
-REFERENCE = "attention/amd-epyc-family-26"  # the machine that figures of speed are of
+"""Commands that reproduce each part."""
+REFERENCE = "attention/amd-epyc-family-26"  # the machine of the timings
 _PATH = Path(__file__).with_name("measured.json")
 
 
@@ -37,7 +37,7 @@ def _formats(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _latents(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """{format of the latent: figures of the worse text}, the rotary part in 8 bits, as a KVCache has it."""
+    """{format of the latent: results on the worse text}, with the rotary part in 8 bits, as in a KVCache."""
     return {
         key: {"kl": max(text["kl"] for text in texts), "top1": min(text["top1"] for text in texts)}
         for row in rows
@@ -62,13 +62,13 @@ def _decode(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _chunks(cells: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """{format: ms} of 512 new tokens behind 4,096."""
+    """{format: ms} for 512 new tokens after 4,096."""
     (cell,) = (c for c in cells if c["what"] == "chunk")
     return {row["name"]: row["ms"] for row in cell["rows"] if row["T"] == 512 and "mass" not in row["name"]}
 
 
 def _drafts(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """{format: {"change": worst mean change of accepted tokens against `raw`, "spread", "method"}}."""
+    """{format: {"change": worst mean change of accepted tokens relative to `raw`, "spread", "method"}}."""
     found: dict[str, Any] = {}
     for row in rows:
         if row["method"] == "none" or row["format"] == "dynamic":
@@ -80,7 +80,7 @@ def _drafts(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def condense(results: Path) -> dict[str, Any]:
-    """The content of measured.json, out of the folder of results."""
+    """The contents of measured.json, from the folder of results."""
 
     def load(name: str) -> Any:
         return json.loads((results / f"{name}.json").read_text())
@@ -112,15 +112,15 @@ def measured() -> dict[str, Any]:
 
 
 def kl(strategy: str, latent: bool = False) -> float:
-    """The larger KL of the two shipped models, nats a token; of a model with latent attention that of the shipped one
-    of that kind. KeyError where nothing was measured."""
+    """Measured KL in nats per token: the larger one of the two shipped models, or that of the shipped model with latent
+    attention. Raises KeyError if not measured."""
     if latent:
         return measured()["latents"][strategy.partition("/")[0]]["kl"]
     return max(row["kl"] for row in measured()["formats"][strategy].values())
 
 
 def decode(tokens: int, isa: str) -> dict[str, Any]:
-    """The measured decode step that is closest in length, at the level `isa` if there is one."""
+    """The measured decode step of the closest length, for kernel level `isa` if available."""
     cells = [c for c in measured()["decode"] if c["G"] == 4]
     level = "avx2" if isa in ("avx2", "avxvnni", "scalar") else "avx512bf16"
     cells = [c for c in cells if c["isa"] == level] or cells
@@ -128,6 +128,6 @@ def decode(tokens: int, isa: str) -> dict[str, Any]:
 
 
 def budget(policy: str, share: int, model: str = "books-tiny") -> dict[str, Any] | None:
-    """The row of the budget curve, if it was measured."""
+    """A row of the budget curve, or None if not measured."""
     rows = measured()["budgets"]
     return next((r for r in rows if (r["policy"], r["share"], r["model"]) == (policy, share, model)), None)

@@ -10,32 +10,32 @@ from .size import Recipe, exact, shared_prefix
 
 WEIGHT_BITS = (16, 8, 4)
 FORMATS = ("raw", "int8", "int8/int4", "int4", "int2")
-_MOST = 2**27  # tokens; beyond what positions go to
+_MOST = 2**27  # tokens; beyond the positions of any model
 
 
 def recipe_of(text: str, **options: Any) -> Recipe:
-    """A `Recipe` of the text "int8/int4" (K / V formats); options of `Recipe`."""
+    """A `Recipe` from the text "int8" or "int8/int4" (K/V formats) and options of `Recipe`."""
     key, _, value = text.partition("/")
     return Recipe(key, value, **options)
 
 
 def held(model: Model, recipe: Recipe, tokens: int, batch: int = 1) -> int:
-    """Bytes of `batch` sequences of `tokens` while tokens are generated (after a step, not after the prompt)."""
+    """Bytes of `batch` sequences of `tokens` tokens during decoding (after a step, not after the prompt)."""
     return exact(model, recipe, tokens, batch, prompt=max(1, tokens - 1)).bytes
 
 
 def weights(model: Model, bits: float) -> int:
-    """Bytes of the weights at `bits` a parameter, scales of weight formats not counted. Raises ValueError where the
-    config does not tell how many parameters there are."""
+    """Bytes of the weights at `bits` per parameter, without scales of weight formats. Raises ValueError if the number
+    of parameters is unknown."""
     if model.parameters is None:
         raise ValueError(
-            f"plan: {model.name}: expected the number of parameters (--parameters), the config does not tell"
+            f"plan: {model.name}: expected the number of parameters (--parameters), which its config does not tell"
         )
     return round(model.parameters * bits / 8)
 
 
 def most_requests(model: Model, recipe: Recipe, tokens: int, room: int, prefix: int = 0) -> int:
-    """Sequences of `tokens` that fit in `room` bytes, the first `prefix` tokens of each in common and stored once."""
+    """Number of sequences of `tokens` tokens that fit in `room` bytes, with the first `prefix` tokens shared."""
 
     def need(n: int) -> int:
         if prefix:
@@ -46,12 +46,12 @@ def most_requests(model: Model, recipe: Recipe, tokens: int, room: int, prefix: 
 
 
 def most_tokens(model: Model, recipe: Recipe, room: int, batch: int = 1) -> int:
-    """Longest context of `batch` sequences that fits in `room` bytes."""
+    """Longest context in tokens of `batch` sequences that fits in `room` bytes."""
     return _largest(lambda n: held(model, recipe, n, batch) <= room, _MOST)
 
 
 def _largest(fits: Any, most: int) -> int:
-    """The largest n up to `most` with fits(n), 0 if none; fits is true up to somewhere and false from there."""
+    """The largest n up to `most` with fits(n), or 0, for a monotonic fits."""
     if not fits(1):
         return 0
     low, high = 1, 2
@@ -66,10 +66,10 @@ def _largest(fits: Any, most: int) -> int:
 
 @dataclass
 class Cell:
-    """One precision of the weights with one format of the cache on a device.
+    """A combination of weight precision and cache format on a device.
 
-    weights, room, request: bytes: of the weights, left for caches, of one request; requests: how many fit; context: the
-    longest of one request; fits: the batch that was asked for fits.
+    weights: bytes of the weights; room: bytes left for caches; request: bytes of one request; requests: how many fit;
+    context: longest context of one request in tokens; fits: whether the requested batch fits.
     """
 
     bits: float
@@ -89,8 +89,8 @@ class Cell:
 def cells(
     model: Model, recipes: list[Recipe], bits: tuple[float, ...], usable: int, tokens: int, batch: int, prefix: int
 ) -> list[Cell]:
-    """Every precision of the weights (bits a parameter) with every format of the cache, on `usable` bytes, for `batch`
-    requests of `tokens`, of which the first `prefix` are shared. Raises ValueError as `weights` does."""
+    """All combinations of weight precisions (bits per parameter) and cache formats, for `batch` requests of `tokens`
+    tokens with the first `prefix` shared, in `usable` bytes. Raises ValueError as `weights`."""
     found = []
     for b in bits:
         room = usable - weights(model, b)
@@ -103,7 +103,7 @@ def cells(
 
 
 def remedies(model: Model, found: list[Cell], usable: int, memory: int, tokens: int, batch: int) -> list[str]:
-    """What would make it fit, where nothing does: smaller weights, fewer tokens, more devices. Figures in each."""
+    """Suggestions with numbers if nothing fits: smaller weights, fewer tokens, more devices (sizes in bytes)."""
     best = min(found, key=lambda c: c.weights + c.request * batch)
     from .units import show_gb
 

@@ -1,8 +1,8 @@
-"""plan --measure: a short search over formats of single layers and budgets, on your model and your text. Needs torch.
+"""plan --measure: a short search over per-layer formats and budgets, on your model and text. Needs torch.
 
-What each layer costs alone is measured; steps are taken in the order of cost for bytes saved; points on the way are
-measured as a whole, because errors do not add up exactly. What comes out is what was measured, never what was foreseen.
-After KVTuner (arXiv 2502.04420), which searches pairs of bits by layer.
+Measures the error of each layer alone, applies the steps in order of error per saved byte, and measures whole
+strategies on the way, as errors do not add up exactly. All results are measured, not extrapolated. After KVTuner (arXiv
+2502.04420), which searches pairs of bits by layer.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .models import Model, read
 from .size import Recipe, exact
 
 STEPS = ("int8", "int4", "int2")
-"""Formats that a layer goes down through."""
+"""Formats to try for each layer, in descending size."""
 CALIBRATED_STEPS = ("int8", "int8/int4_lloyd", "int4_lloyd", "int4_lloyd/int3", "int3", "int3/cal2", "cal2")
-"""The same with a calibration, V a step before K."""
+"""The same with a calibration, V one step before K."""
 _POINTS = 8
 
 
 @dataclass
 class Point:
-    """A strategy that was measured. bytes: of one request at the planned context; kl with its 95% interval, nats a
-    token; best: no other is both smaller and closer."""
+    """A measured strategy. bytes: of one request at the planned context; kl: nats per token, with 95% interval; best:
+    whether it is on the Pareto frontier."""
 
     strategy: str
     options: dict[str, Any]
@@ -48,7 +48,7 @@ class Point:
 
 @dataclass
 class Search:
-    """What `search` found: all points, smallest first; the one that was chosen; cost of each layer alone."""
+    """Result of `search`: all points, smallest first; the chosen one; the error of each layer alone."""
 
     model: str
     context: int
@@ -79,7 +79,7 @@ class Search:
         ])  # fmt: skip
 
     def save(self, path: str | Path) -> None:
-        """Writes what `KVCache.from_dict` takes to `path`, and all points next to it, to *.report.json. Raises
+        """Writes options for `KVCache.from_dict` to `path`, and all points to *.report.json next to it. Raises
         ValueError if nothing was chosen."""
         if self.chosen is None:
             raise ValueError(
@@ -94,7 +94,7 @@ class Search:
 def _strategy(
     layers: Sequence[int], formats: Sequence[str], calibration: str | None = None, budget: str = ""
 ) -> tuple[str, dict[str, Any]]:
-    """(text, arguments of KVCache) of a format or a pair for each paged layer, and of the tokens that H2O keeps."""
+    """(strategy string, arguments of KVCache) from a format or pair for each paged layer, and a budget for H2O."""
     most = max(dict.fromkeys(formats), key=list(formats).count)
     own = {layer: name for layer, name in zip(layers, formats, strict=True) if name != most}
     text, options = most, dict[str, Any](zip(("key", "value"), pair(most, "plan"), strict=True))
@@ -111,7 +111,7 @@ def _strategy(
 
 
 def _formats_of(options: dict[str, Any], layers: Sequence[int]) -> list[str]:
-    """What `_strategy` made the options of."""
+    """The formats in the options from `_strategy`."""
     most = "/".join(dict.fromkeys((options["key"], options["value"])))
     return [options.get("per_layer", {}).get(str(layer), most) for layer in layers]
 
@@ -128,12 +128,12 @@ def _bytes(shape: Model, context: int, options: dict[str, Any], budget: str) -> 
 def _moves(
     shape: Model, alone: dict[int, dict[str, float]], context: int, steps: Sequence[str]
 ) -> list[tuple[int, str]]:
-    """(layer, format) in the order of KL for bytes saved; a layer goes down step by step."""
+    """(layer, format) in order of KL per saved byte, with the steps of each layer in order."""
     size = {name: exact(shape, Recipe(*pair(name, "plan")), context, prompt=context - 1).bytes for name in steps}
     ranked: list[tuple[float, int, str]] = []
     for layer, cost in alone.items():
         before = price = 0.0
-        for high, low in pairwise(steps):  # a later step never comes before an earlier one
+        for high, low in pairwise(steps):  # keeps the order of steps
             price = max(price, (cost[low] - before) / max(1, size[high] - size[low]))
             ranked.append((price, layer, low))
             before = cost[low]
@@ -141,7 +141,7 @@ def _moves(
 
 
 def _path(layers: list[int], moves: list[tuple[int, str]], first: str, calibration: str | None) -> list[Any]:
-    """Some of the strategies that `moves` lead through, one after the other, from `first` on."""
+    """Some of the strategies along `moves`, starting with `first`."""
     formats, path = [first] * len(layers), []
     every = max(1, len(moves) // _POINTS)
     for i, (layer, name) in enumerate(moves, 1):
@@ -154,7 +154,7 @@ def _path(layers: list[int], moves: list[tuple[int, str]], first: str, calibrati
 def _points(
     shape: Model, context: int, rows: dict[str, dict[str, Any]], candidates: dict[str, tuple[dict[str, Any], str]]
 ) -> list[Point]:
-    """By bytes; `best` are those that no smaller one beats."""
+    """Points by size; `best` marks the Pareto frontier."""
     points = [
         Point(t, options, _bytes(shape, context, options, budget),
               *(rows[t][x] for x in ("kl", "kl_low", "kl_high", "top1")))
@@ -172,18 +172,19 @@ def search(
     tokenizer: Any = None, out: str | Path | None = None, progress: bool = True,
     calibration: str | Path | None = None, steps: Sequence[str] = (), **settings: Any,
 ) -> Search:  # fmt: skip
-    """Searches formats of single layers, and budgets, for the fewest bytes within a quality floor.
+    """Searches per-layer formats and budgets with the fewest bytes that meet a quality floor.
 
     Args:
-        model, text, tokenizer, out, progress: as in `evaluate`; with `out` a run that is broken off goes on.
-        context: tokens of a request, for the bytes.
-        quality: KL that is allowed, see `choices.floor_of`.
-        budgets: shares of the tokens that H2O keeps, tried on the chosen formats.
-        calibration: a file of the model's, which all strategies get.
-        steps: formats or K/V pairs that a layer goes down through; STEPS, or CALIBRATED_STEPS with a calibration.
+        model, text, tokenizer, out, progress: as in `evaluate`; with `out` an interrupted run is resumed.
+        context: tokens per request, for sizes in bytes.
+        quality: maximum KL, see `choices.floor_of`.
+        budgets: shares of tokens for H2O to keep, tried with the chosen formats.
+        calibration: calibration file of the model, used by all strategies.
+        steps: ever smaller formats or K/V pairs to try for each layer. Default: STEPS, or CALIBRATED_STEPS with a
+            calibration.
         settings: of `evaluate`: context of a window as `window`, scored, windows, chunk, seed.
 
-    Raises ValueError for a model without full-attention layers, and as `evaluate` does.
+    Returns a `Search`. Raises ValueError for a model without full-attention layers, and as `evaluate`.
     """
     from ..evaluation.suite import load_model
 

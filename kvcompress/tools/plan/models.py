@@ -1,4 +1,4 @@
-"""Shape of a model, out of a transformers config: what each layer caches. Needs neither torch nor transformers."""
+"""What each layer of a model caches, from a transformers config. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from . import parameters
 
 _SLIDING = ("sliding_attention", "chunked_attention")
-OURS = ("full_attention", *_SLIDING)  # kinds that a KVCache compresses
+OURS = ("full_attention", *_SLIDING)  # layer types that a KVCache compresses
 _NAMED = {"attention": "full_attention", "mamba": "linear_attention", "moe": "dummy", "mlp": "dummy"}
-_PATTERN = {"*": "full_attention", "M": "linear_attention"}  # of Nemotron-H; the rest hold nothing
+_PATTERN = {"*": "full_attention", "M": "linear_attention"}  # of Nemotron-H; other layers cache nothing
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer caches: kind as transformers names it; heads H (0: nothing that grows with the context); dims Dk
-    and Dv, of latent attention (MLA) the latent and the rotary part; window in tokens (0: all); indexer: dims of the
-    key of an indexer, which chooses `topk` tokens: up to so many slots a KVCache compresses the layer, and keeps no
-    such keys."""
+    """What one layer caches. kind: transformers' layer type; heads: H (0: nothing that grows with the context);
+    key_dim, value_dim: Dk and Dv (MLA: the latent and the rotary part); window: in tokens (0: full attention); indexer:
+    dims of an indexer's key; topk: number of tokens that the indexer selects. Up to topk slots, a KVCache compresses
+    the layer and stores no indexer keys."""
 
     kind: str
     heads: int
@@ -34,22 +34,21 @@ class Layer:
 
     @property
     def elements(self) -> int:
-        """Elements of K and V of one token, and of an indexer's key."""
+        """Number of elements of K, V and an indexer's key per token."""
         return self.heads * (self.key_dim + self.value_dim) + self.indexer
 
     def paged(self, tokens: int) -> bool:
-        """Does a KVCache compress it as one of full attention, at so many tokens?"""
+        """True if a KVCache compresses the layer as full attention, at this number of tokens."""
         return self.kind == "full_attention" or 0 < tokens <= self.topk
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as far as its memory goes.
+    """Properties of a model that determine the size of its cache.
 
-    query_heads: Hq; dims: (Dk, Dv) of a head (of latent attention: when it is spelled out); trained: tokens that
-    positions go to, or None; parameters: or None where the config does not tell; element: bytes of an uncompressed
-    element of the cache; biased: K has a bias, which breaks formats that do not take it out; source: where the config
-    comes from.
+    query_heads: Hq; dims: (Dk, Dv) of a head (MLA: after expansion); trained: maximum number of positions, or None;
+    parameters: number of parameters, or None if unknown; element: bytes per uncompressed element; biased: whether K has
+    a bias, which needs formats that subtract the mean; source: origin of the config.
     """
 
     name: str
@@ -88,13 +87,13 @@ class Model:
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
-    """Well-known models: name -> {"source": address, "config": what of its config.json matters here, "parameters": of
-    those that `parameters.count` does not know}."""
+    """Well-known models: {name: {"source": URL, "config": relevant part of config.json, "parameters": if
+    `parameters.count` does not support the model}}."""
     return json.loads(Path(__file__).with_name("models.json").read_text())
 
 
 def names() -> list[str]:
-    """Names that `read` knows, as texts in order."""
+    """Sorted names (texts) that `read` knows."""
     return sorted(table())
 
 
@@ -107,11 +106,11 @@ def _text(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(c: Mapping[str, Any], layers: int) -> list[str]:
-    """Kind of each layer, as transformers derives it where the config does not say."""
+    """Type of each layer, derived as in transformers if the config does not list them."""
     window, family = c.get("sliding_window"), str(c.get("model_type", ""))
     full, slide = "full_attention", "sliding_attention"
     shared = c.get("num_kv_shared_layers") or 0
-    if shared:  # the last ones attend to what others hold
+    if shared:  # the last layers attend to K and V of earlier ones
         return [*_kinds({**c, "num_kv_shared_layers": 0}, layers)[: layers - shared], *["dummy"] * shared]
     if c.get("layer_types"):
         return [_NAMED.get(kind, kind) for kind in c["layer_types"]]
@@ -159,7 +158,7 @@ def _element(c: Mapping[str, Any]) -> int:
 
 
 def from_config(config: Mapping[str, Any], name: str = "", source: str = "") -> Model:
-    """The model of a config.json, read into a dict. Raises ValueError where it says nothing about attention."""
+    """The Model for a config.json as a dict. Raises ValueError if it does not describe attention."""
     c = _text(config)
     count = c.get("num_hidden_layers") or c.get("n_layer") or c.get("num_layers")
     count = count or len(c.get("hybrid_override_pattern") or "")
@@ -188,10 +187,10 @@ def from_config(config: Mapping[str, Any], name: str = "", source: str = "") -> 
 
 
 def read(config: Any) -> Model:
-    """A `Model` (its layers, heads, dims) from a name out of the table ("llama-3-70b"), a config.json or the folder of
-    one, a dict, a transformers config or model, or a Model.
+    """A `Model` (layers, heads, dims in elements) from a name in the table ("llama-3-70b"), a config.json or its
+    folder, a dict, a transformers config or model, or a Model.
 
-    Raises ValueError for an unknown name (with those that are close) or a file that is no config.
+    Raises ValueError for an unknown name (with similar names) or an invalid file.
     """
     if isinstance(config, Model):
         return config
@@ -219,5 +218,5 @@ def read(config: Any) -> Model:
         return replace(model, parameters=known.get("parameters", model.parameters))
     raise ValueError(
         f"config: expected a config.json, its folder, or one of {', '.join(names())}, got {text!r}; "
-        "another model: download its config.json and pass its path"
+        "for another model, download its config.json and pass its path"
     )

@@ -1,4 +1,4 @@
-"""How many parameters a decoder has, from its config alone."""
+"""Number of parameters of a decoder, from its config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FAMILIES = (
     "deepseek_v2", "deepseek_v3", "falcon", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral",
     "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
-"""Values of model_type that `count` knows, each tested against transformers."""
+"""Values of model_type that `count` supports, each tested against transformers."""
 
 
 def _attention(c: Mapping[str, Any], h: int, queries: int) -> int:
@@ -44,8 +44,8 @@ def _mlp(c: Mapping[str, Any], h: int, layer: int) -> int:
 
 
 def count(config: Mapping[str, Any]) -> int | None:
-    """Parameters of the language model of a config of one of `FAMILIES`; None for others, or where something is
-    missing. Tied embeddings count once."""
+    """Number of parameters of the language model, for configs of `FAMILIES`; None for others and incomplete configs.
+    Tied embeddings count once."""
     c = config
     needs = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"]
     family = str(c.get("model_type", ""))

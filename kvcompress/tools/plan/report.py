@@ -1,4 +1,4 @@
-"""plan(): a model on a device, put together and written down."""
+"""plan(): size, fit and recommendations for a model on a device, as a report."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .units import read_device, read_tokens, show_bytes, show_gb
 
 @dataclass
 class Plan:
-    """What `plan` found; `print` shows it, `to_dict` is for machines.
+    """Result of `plan`; `print` shows it, `to_dict` returns it as JSON.
 
-    memory, usable: bytes of the device, and of it for weights and caches (0: no device given). cells: weights x
-    formats. remedies: what would help, where nothing fits. choices: recommendations, the best first. attention: bytes
-    of one request in 16 or 32 bits, if the model had this attention.
+    memory, usable: bytes of the device, and of these for weights and caches (0: no device given); cells: combinations
+    of weight precision and format; remedies: suggestions if nothing fits; choices: recommendations, best first;
+    attention: {kind: bytes of one uncompressed request, if the model had this attention}.
     """
 
     model: Model
@@ -41,11 +41,11 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Does anything fit (also if no device was given)?"""
+        """True if anything fits, or no device was given."""
         return not self.memory or any(cell.fits for cell in self.cells)
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures as JSON takes them; bytes are bytes, tokens tokens."""
+        """A JSON-serializable dict; sizes are in bytes, lengths in tokens."""
         m = self.model
         full = [layer for layer in m.layers if layer.kind == "full_attention"]
         return {
@@ -178,7 +178,7 @@ def _notes(
 
 
 def _given(model: Model, weight_bits: tuple[float, ...], parameters: float | None) -> Model:
-    """The model, of `parameters` if told. ValueError for numbers that there cannot be."""
+    """The model, with `parameters` if given. Raises ValueError for numbers out of range."""
     count = 1 if parameters is None else parameters
     if not all(0 < bits < math.inf for bits in weight_bits) or not 1 <= count < math.inf:
         raise ValueError(
@@ -193,22 +193,22 @@ def plan(
     prefix: int = 0, requests: int = 16, workload: str = "auto", quality: str | float = "high", drafts: bool = False,
     reserve: float = 0.1, page_size: int = 64, isa: str | None = None,
 ) -> Plan:  # fmt: skip
-    """What a model's caches take, what fits on a device, and which format to use.
+    """Computes the size of a model's caches, what fits on a device, and which format to use.
 
     Args:
-        config: what `models.read` takes: a name out of its table, a config.json or its folder, a dict, a transformers
+        config: argument of `models.read`: a name in its table, a config.json or its folder, a dict, a transformers
             config or model.
-        gpu: memory ("80GB": 10^9 bytes each, "80GiB": 2^30) or a device's name; None plans without a device.
-        context: tokens of a request, as 4096 or "32k" (x 1024); what the model was trained for if None.
-        batch: requests at once.
-        weight_bits, formats: bits a parameter, and cache formats ("int8", K/V as "int8/int4"), to try.
-        parameters: of the model; from the config if None.
-        prefix: first tokens that all requests have in common; requests: how many to show its savings for.
-        workload, quality, drafts, isa: see `recommend`; isa: this CPU's if None.
+        gpu: memory ("80GB": 10^9 bytes each, "80GiB": 2^30) or name of the device. None: plan without a device.
+        context: tokens per request, such as 4096 or "32k" (x 1024). Default: the model's maximum.
+        batch: number of concurrent requests.
+        weight_bits, formats: bits per parameter, and cache formats ("int8", K/V as "int8/int4"), to consider.
+        parameters: number of parameters. Default: from the config.
+        prefix: number of first tokens shared by all requests; requests: number of requests for its savings.
+        workload, quality, drafts, isa: see `recommend`. Default of isa: this CPU's.
         reserve: share of the memory for everything else.
-        page_size: tokens of a page.
+        page_size: tokens per page.
 
-    Raises ValueError for what cannot be read, or is out of range.
+    Returns a `Plan`, with sizes in bytes. Raises ValueError for invalid arguments.
     """
     model = _given(read(config), weight_bits, parameters)
     tokens = read_tokens(context if context is not None else model.trained or 4096)

@@ -1,4 +1,4 @@
-"""Bytes of a cache: the tutorials' formula, and what the library really holds, page by page. Needs no torch."""
+"""Size of a cache in bytes: the usual formula, and the exact size, page by page. Does not need torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _UNIT, _LARGE, _SYSTEM_PAGE, _SLAB_SLOTS = (
 
 
 def formula(model: Model, tokens: int, batch: int = 1, element: float | None = None, *, windows: bool = False) -> float:
-    """Bytes by the formula of the tutorials, 2 * B * L * H * D * S * bytes, for any K and V dims.
+    """Bytes by the usual formula, 2 * B * L * H * D * S * bytes, for any K and V dims.
 
-    tokens: S, of each of `batch` sequences; element: bytes of an element (the model's dtype if None); windows: count
-    no more tokens than a layer's window, which the formula forgets.
+    tokens: S, of each of `batch` sequences; element: bytes per element (default: the model's dtype); windows: count at
+    most a layer's window, which the formula ignores.
     """
     element = model.element if element is None else element
     total = 0.0
@@ -34,10 +34,11 @@ def formula(model: Model, tokens: int, batch: int = 1, element: float | None = N
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a KVCache is set up, as far as bytes go; see KVCache for what the names mean.
+    """The options of a KVCache that determine its size; names as in KVCache.
 
-    per_layer: {layer: (K format, V format)}; budget: tokens that a policy keeps of each sequence (0: all); scores: the
-    policy gathers attention (H2O: a score a token and head); ragged: heads keep different tokens.
+    per_layer: {layer: (K format, V format)}; budget: tokens that a policy keeps of each sequence (0: all); scores:
+    whether the policy accumulates attention (H2O: one score per token and head); ragged: whether heads keep different
+    tokens.
     """
 
     key: str = "int8"
@@ -60,7 +61,7 @@ class Recipe:
 
 @dataclass
 class Size:
-    """Bytes by part, named as in `KVCache.stats()["parts"]`, and the tokens that are kept of each sequence."""
+    """Bytes by part, as in `KVCache.stats()["parts"]`, and the number of tokens kept of each sequence."""
 
     parts: dict[str, int]
     kept: int
@@ -73,7 +74,7 @@ class Size:
 
 @cache
 def _table_struct() -> int:
-    """Bytes of the table itself: what an empty one holds next to its arrays."""
+    """Bytes of an empty table, without its arrays."""
     code = formats.raw("bfloat16")
     table = _C.Table(_C.Pool(shared=True), heads=1, key_dim=64, value_dim=64, batch=1, raw=code, key=code, value=code)
     return table.stats()["table_bytes"] - (4 + 2) * 8
@@ -91,7 +92,7 @@ def _page(key: int, value: int, dims: tuple[int, int], tokens: int) -> int:
 
 
 def _columns(tokens: int, prompt: int, sinks: int, page: int) -> int:
-    """Columns of a table that took `prompt` tokens in one call and the rest one by one: they double."""
+    """Capacity in columns of a table after `prompt` tokens in one call and the rest one by one, by doubling."""
     columns = 4
     for n in (prompt, tokens):
         needed = 1 + (1 + (n - 1 - sinks) // page if n > sinks else 0)
@@ -101,14 +102,14 @@ def _columns(tokens: int, prompt: int, sinks: int, page: int) -> int:
 
 
 class _Pool:
-    """How much of the slabs is touched: slots by their bytes, and freed ones that wait for the next page."""
+    """The resident part of slabs: slots by size, and freed slots kept for the next page."""
 
     def __init__(self) -> None:
         self.live: Counter[int] = Counter()
         self.hot: Counter[int] = Counter()
 
     def slack(self) -> int:
-        """Bytes that are held and not used."""
+        """Bytes that are resident but not used."""
         total = 0
         for size, live in self.live.items():
             touched, slabs = live + self.hot[size], 0
@@ -125,7 +126,7 @@ class _Pool:
 
 
 def _sealed_pages(recipe: Recipe, full: int, prompt: int, tokens: int) -> int:
-    """Of `full` filled pages, how many are sealed: what a long call leaves behind at once, and what single steps do."""
+    """How many of `full` filled pages are sealed, after a long call and then single steps."""
     at_once = prompt - max(recipe.page_size, recipe.residual_length or 0)
     later = tokens - 1 - (recipe.residual_length or 0) if tokens > prompt else 0
     return min(full, max(0, max(at_once, later) - recipe.sinks) // recipe.page_size)
@@ -137,12 +138,12 @@ def _open_pages(recipe: Recipe, prompt: int, tokens: int) -> int:
 
 
 def _waiting(recipe: Recipe, prompt: int, tokens: int) -> bool:
-    """Has a step sealed a raw page whose memory waits for the next one?"""
+    """True if a step has sealed a raw page whose memory is kept for the next one."""
     page, first = recipe.page_size, max(prompt, tokens - recipe.page_size)
     full = tokens // page
     if tokens == prompt or _sealed_pages(recipe, full, prompt, tokens) == _sealed_pages(recipe, full, prompt, prompt):
         return False
-    if (recipe.residual_length or 0) % page == 0:  # the step that sealed one took another, before
+    if (recipe.residual_length or 0) % page == 0:  # the sealing step allocated another page before
         return True
     most = max(_open_pages(recipe, prompt, t) for t in range(first, tokens + 1))
     return most > _open_pages(recipe, prompt, tokens)
@@ -152,12 +153,13 @@ def _paged(
     layer: Layer, pair: tuple[str, str], layers: int, recipe: Recipe, tokens: int, batch: int, prompt: int,
     element: int, pool: _Pool, resident: int,
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes of `layers` such layers, by part; offloaded: of sealed pages older than the `resident` newest tokens."""
+    """Bytes by part of `layers` full-attention layers; offloaded: sealed pages except those of the `resident` newest
+    tokens."""
     heads, dims = layer.heads, (layer.key_dim, layer.value_dim)
     raw = formats.resolve("raw", _dtype(element))
     codes = formats.resolve(pair[0], _dtype(element)), formats.resolve(pair[1], _dtype(element))
     sinks, page = recipe.sinks, recipe.page_size
-    # An entry of a uniform table names the pages of all heads; of a ragged one, those of one head.
+    # An entry of a uniform table is the page of all heads; of a ragged table, of one head.
     together, lines = (1, batch * heads) if recipe.ragged else (heads, batch)
     sink = together * _page(raw, raw, dims, -(-sinks // 16) * 16) if sinks else 0
     open_ = together * _page(raw, raw, dims, page)
@@ -168,10 +170,10 @@ def _paged(
         if size and count:
             pool.live[size] += layers * lines * count
     if codes != (raw, raw) and _waiting(recipe, prompt, tokens):
-        whole = open_ % _SYSTEM_PAGE == 0  # then all but one went back to the system
+        whole = open_ % _SYSTEM_PAGE == 0  # then all but one are returned to the system
         pool.hot[open_] = 1 if whole else layers * lines + pool.hot[open_]
     tables = _table_struct() + lines * (_columns(tokens, prompt, sinks, page) + 2) * 8
-    if recipe.budget:  # slots of the kept tokens, and scores; with the room that they are given
+    if recipe.budget:  # slots of the kept tokens, and scores, with their capacity
         tables += (lines * 4 + (batch * heads * 4 if recipe.scores else 0)) * (tokens + tokens // 2)
     offloaded = min(sealed, max(0, tokens - resident - sinks) // page)
     return {
@@ -184,7 +186,7 @@ def _paged(
 
 
 def _window_page(layer: Layer, page: int) -> int:
-    """Tokens of a page of a layer with a window (hf/layer_options.py); 0 if the layer stays transformers' own."""
+    """Page size of a layer with a window (hf/layer_options.py); 0 if the layer keeps transformers' own cache."""
     chunked = layer.kind == "chunked_attention"
     kinds = ("sliding_attention", "chunked_attention")
     if layer.kind not in kinds or layer.window < 2 or (chunked and layer.window % 16):
@@ -194,7 +196,7 @@ def _window_page(layer: Layer, page: int) -> int:
 
 
 def _dropped(layer: Layer, page: int, seen: int, last: int) -> int:
-    """Pages that were freed from the front after a call of `last` tokens."""
+    """Number of pages freed from the front after a call of `last` tokens."""
     back = seen - min(last, page)
     first = back // layer.window * layer.window if layer.kind == "chunked_attention" else back - layer.window + 1
     return max(0, first) // page
@@ -204,7 +206,7 @@ def _windowed(
     layer: Layer, pair: tuple[str, str], layers: int, recipe: Recipe, tokens: int, batch: int, prompt: int,
     element: int, pool: _Pool,
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes of `layers` layers with a window, by part."""
+    """Bytes by part of `layers` layers with a window."""
     page, dims = recipe.page_size, (layer.key_dim, layer.value_dim)
     raw = formats.resolve("raw", _dtype(element))
     codes = formats.resolve(pair[0], _dtype(element)), formats.resolve(pair[1], _dtype(element))
@@ -220,7 +222,7 @@ def _windowed(
     held, still_open = sealed(tokens) - freed, pages(tokens) - sealed(tokens)
     for size, count in ((closed, held), (open_, still_open)):
         pool.live[size] += layers * batch * count
-    # Pages that went wait for the next ones: of the first call those of one layer, later one of each.
+    # Freed pages are kept for the next ones: after the first call those of one layer, later one of each.
     later = freed > _dropped(layer, page, prompt, prompt)
     waiting = batch * max(at_first - held, layers * later)
     pool.hot[closed] = max(pool.hot[closed], waiting if closed % _SYSTEM_PAGE else int(later))
@@ -242,18 +244,20 @@ def exact(
     model: Model, recipe: Recipe | str = "int8", tokens: int = 4096, batch: int = 1, prompt: int | None = None,
     resident: int | None = None,
 ) -> Size:  # fmt: skip
-    """What a KVCache of `recipe` holds after `tokens` tokens of each of `batch` sequences: to the byte, without a
-    budget. With one: pages when the policy is about to evict; the slack that a long first call leaves is not foreseen.
+    """Size of a KVCache after `tokens` tokens of each of `batch` sequences, exact to the byte without a budget. With a
+    budget, the size just before an eviction, without the slack of a long first call.
 
     Args:
-        recipe: a `Recipe`, or formats as "int8" or "int8/int4".
-        prompt: tokens of the first call; the rest came one by one. All of them if None.
-        resident: with tiers, the newest tokens that stay (`KVCache.use_tiers`, all pages sent that may go). Parts are
-            then "offloaded", bytes in the tiers, and "stages", what fetching takes in the pool; "slack" is as without.
+        model: a `Model`.
+        tokens, batch: tokens per sequence, number of sequences.
+        recipe: a `Recipe`, or formats such as "int8" or "int8/int4".
+        prompt: tokens of the first call; the rest follow one by one. Default: all tokens.
+        resident: with tiers, number of newest tokens that are not offloaded (`KVCache.use_tiers`); all other sealed
+            pages are. Adds the parts "offloaded" (bytes in the tiers) and "stages" (buffers for fetching, in the pool).
 
-    Layers with a window or chunks are rings of pages. Those of other kinds hold what transformers' caches hold (a
-    sliding one its first call whole, until the second). States of linear attention are not counted. Raises ValueError
-    for unknown formats, dims that a format does not take, and counts out of range.
+    Layers of other kinds have the size of transformers' caches (a sliding-window layer stores its first call whole,
+    until the second). States of linear attention are not counted. Raises ValueError for unknown formats, unsupported
+    dims, and counts out of range.
     """
     if isinstance(recipe, str):
         key, _, value = recipe.partition("/")
@@ -272,7 +276,7 @@ def exact(
         groups[layer, recipe.pair(index)] += 1
     for (layer, pair), count in groups.items():
         if layer.paged(tokens):
-            if model.latent:  # the rotated part of K gets 8 bits at least
+            if model.latent:  # the rotary part of K gets at least 8 bits
                 bits = formats.TABLE[formats.resolve(pair[1], _dtype(model.element))]["bits"]
                 pair = pair[0], pair[1] if bits >= 8 else "int8"
             own = _paged(layer, pair, count, recipe, kept, batch, min(prompt, kept), model.element, pool,
@@ -290,15 +294,15 @@ def exact(
     parts["slack"] = pool.slack()
     if resident is None:
         del parts["offloaded"]
-    else:  # two, with room to grow
+    else:  # two buffers, with capacity to grow
         parts["stages"] = min(2, len(stages)) * -(-(max(stages, default=0) * 5 // 4) // 64) * 64
     return Size(parts, kept)
 
 
 def shared_prefix(model: Model, recipe: Recipe | str, tokens: int, prefix: int, requests: int) -> tuple[int, int]:
-    """(bytes of `requests` sequences of `tokens` whose first `prefix` are the same and stored once, bytes without
-    sharing). Whole sealed pages are shared, and layers of full attention only; what is left of a page is copied.
-    model, recipe: as in `exact`. Raises ValueError for a prefix or requests out of range."""
+    """(bytes of `requests` sequences of `tokens` tokens that share the first `prefix`, bytes without sharing). Only
+    full sealed pages of full-attention layers are shared; the rest of the prefix is copied. model, recipe: as in
+    `exact`. Raises ValueError for a prefix or requests out of range."""
     if not 0 <= prefix <= tokens or requests < 1:
         raise ValueError(f"shared: expected 0 to {tokens} tokens and at least 1 request, got {prefix} and {requests}")
     one = exact(model, recipe, tokens)

@@ -1,4 +1,4 @@
-"""Bytes and tokens as people write them. GB is 10^9 bytes and GiB is 2^30, always."""
+"""Reading and formatting bytes and tokens. GB is always 10^9 bytes, GiB 2^30."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DEVICES: dict[str, tuple[str, float, str]] = {
     "h200": ("141GB", 4800, "https://www.nvidia.com/en-us/data-center/h200/"),
     "mi300x": ("192GB", 5300, "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"),
 }
-"""name: (memory as its vendor prints it, bandwidth in GB/s, source). What is printed is read as 10^9 bytes, the smaller
-of the two readings; drivers report about 2 to 7% more."""
+"""{name: (memory as stated by the vendor, bandwidth in GB/s, source)}. GB is read as 10^9 bytes, the smaller of both
+interpretations; drivers report about 2 to 7% more."""
 
 
 def read_bytes(text: str | int, what: str = "memory") -> int:
@@ -36,14 +36,14 @@ def read_bytes(text: str | int, what: str = "memory") -> int:
 
 
 def read_device(text: str | int) -> tuple[int, float | None]:
-    """(bytes, GB/s or None) of a device's name out of `DEVICES`, or of an amount of memory, a megabyte at least. Raises
+    """(bytes, GB/s or None) for a device name in `DEVICES`, or an amount of memory of at least 1 MB. Raises
     ValueError."""
     known = DEVICES.get(str(text).lower().removeprefix("nvidia-"))
     if known:
         return read_bytes(known[0]), known[1]
     try:
         found = read_bytes(text)
-        if found < 10**6:  # 80: who asks means GB
+        if found < 10**6:  # such as 80, meaning GB
             raise ValueError(f"gpu: {found} bytes")
         return found, None
     except ValueError:
