@@ -10,11 +10,11 @@ HEAD = """# Speculative decoding
 Made by `make docs` from the results of `benchmarks/speculation.py`.
 
 Tutorials say that a quantized cache costs 0.3 to 1.5 accepted tokens. Measured on the shipped models: {windows}
-passages of a book, {context:,} tokens each, go on by {new} tokens, greedily, fused, on {threads} thread of an {cpu}.
-*Accepted*: new tokens per forward pass of the model (1 without drafts), with the 95% interval of the mean over
-passages; in brackets against raw pages on the same passages. *Speed-up*: against the same cache without drafts, at the
-draft length (2, 4, 8) that is best for the format. The assistant is the other shipped model, as large as the model
-itself: look at what is accepted, not at its speed.
+passages of a book, {context:,} tokens each, continued by {new} tokens with greedy decoding and fused attention, on
+{threads} thread of an {cpu}. *Accepted*: new tokens per forward pass of the model (1 without drafts), with the 95%
+interval of the mean over passages; in brackets the difference from raw pages on the same passages. *Speed-up*: relative
+to the same cache without drafts, at the draft length (2, 4, 8) that is best for the format. The assistant is the other
+shipped model, which is as large as the model itself, so only its acceptance is meaningful, not its speed.
 """
 
 
@@ -54,16 +54,16 @@ def verdict(found: dict) -> str:
     good, worst = lowest(("int8", "fp8_e4m3", "int4")), lowest(("int4_token", "int2"))
     clear = lost(("int8", "fp8_e4m3", "int4"))
     zero = "none of them" if not clear else f"{len(clear)} of them"
-    truth = f"""**What is true.** `int8`, `fp8_e4m3` and `int4` cost nothing that these passages show: the largest
-        difference is {told(good)}, and the interval leaves out zero for {zero}. Drafts are checked against what the
-        *same* cache says, so a cache is felt only where it changes what the model says, and then one text is compared
-        with another, which widens the intervals. Differences of the claimed size appear where a format breaks the
-        keys, at the edge of what so many passages can tell: {told(worst)}. Per-token 4 bits on biased keys is what
-        tutorials build, and what `KVCache` warns of."""
-    length = """**The best length** is set by what a pass over n + 1 tokens costs against one over a single token,
-        hardly by the format. On models this small that is Python: drafts gain little or lose, with any cache. They pay
-        where reading weights and pages takes the time; smaller pages make the single token cheaper too, so the *ratio*
-        can fall while every number improves: compare ms/token."""
+    truth = f"""**Results.** `int8`, `fp8_e4m3` and `int4` have no measurable effect on acceptance here: the largest
+        difference is {told(good)}, and the interval excludes zero for {zero}. Drafts are verified with the *same*
+        cache, so the cache matters only where it changes the model's output; different texts are then compared, which
+        widens the intervals. Differences of the claimed size occur with formats that do not suit the keys, at the
+        limit of what this number of passages can show: {told(worst)}. Per-token 4-bit quantization of biased keys is
+        common in tutorials; `KVCache` warns about it."""
+    length = """**The best draft length** depends on the time of a pass over n + 1 tokens relative to a single token,
+        and hardly on the format. With models this small, Python dominates, and drafts gain little or lose time with any
+        cache. They are faster when reading weights and pages dominates. Smaller pages also make single tokens
+        faster, so the *ratio* can fall while every time improves: compare ms/token."""
     return "\n\n".join(textwrap.fill(" ".join(x.split()), 118) for x in (truth, length)) + "\n"
 
 
