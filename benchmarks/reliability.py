@@ -58,14 +58,14 @@ def page(found: dict[str, dict]) -> str:
 
 
 TAIL = """
-- **tests**: comparisons with float64 or eager references that share no code with the tested code; properties and state
-  machines.
+- **tests**: comparisons with float64 or eager references that share no code with the tested code; properties and
+  state machines.
 - **matrix**: combinations of formats of K and V, policy, positions, page size, open page, heads, dims, padding,
-  generation mode, prefixes, tiers, windows, attention, fixed length, kernel level and dtype. Every pair (soak: triple) of
-  compatible values occurs in a row; each row is compared with a reference that decodes the bytes of pages independently.
-  `make matrix` writes the supported combinations to `docs/support.md`.
-- **faults**: the n-th allocation fails, for every n; full disks and read-only disks; Ctrl-C at many places; a full pool;
-  forks. Each must raise the right error and lose nothing, and later calls must equal a run without the fault.
+  generation mode, prefixes, tiers, windows, attention, fixed length, kernel level and dtype. Every pair (soak:
+  triple) of compatible values occurs in a row; each row is compared with a reference that decodes the bytes of pages
+  independently. `make matrix` writes the supported combinations to `docs/support.md`.
+- **faults**: the n-th allocation fails, for every n; full disks and read-only disks; Ctrl-C at many places; a full
+  pool; forks. Each must raise the right error and lose nothing, and later calls must equal a run without the fault.
 - **planted**: bugs inserted into the sources, one at a time, which the tests of that component must detect.
 """
 

@@ -14,9 +14,10 @@ NAMES = {"amd-epyc-family-25": "Zen 4", "amd-epyc-family-26": "Zen 5"}  # the ot
 HEAD = """# Speed of attention on a CPU
 Made by `make docs` from the results of `make bench` and `make bench-peers`, on an {cpu} ({name}, {isa}), {threads}
 threads, 8 KV heads of 128 dims, pages of 64 tokens, bf16 queries. Medians of {rounds} calls. Before each call a plain
-streaming kernel reads 256 MB on the same threads ({read:.1f} GB/s at 32K), so that neither data nor code is in a cache,
-as behind a layer's weights: torch's dispatch and the op's set-up then cost the same at every length, which short
-contexts feel most. Fractions are of the read bandwidth in the same quartile of rounds.
+streaming kernel reads 256 MB on the same threads ({read:.1f} GB/s at 32K), so that neither data nor code is in a CPU
+cache, as after reading a layer's weights. torch's dispatch and the setup of the op then take the same time at every
+length, which matters most for short contexts. Fractions are relative to the read bandwidth in the same quartile of
+rounds.
 """
 ORDER = ("raw bf16", "int8", "fp8_e4m3", "int4", "int4_asym", "int2")
 
@@ -41,13 +42,13 @@ def decode(cells: list[dict]) -> str:
         lines.append([shape, *(f"{r[n]['ms']:.2f} ({r[n]['of read']:.2f})" for n in ORDER),
                       f"{r['sdpa bf16 folded']['ms']:.2f}" if "sdpa bf16 folded" in r else "-",
                       f"{r['read']['GB/s']:.0f}"])  # fmt: skip
-    head = ["tokens x sequences, level, threads", *(f"`{n}`" for n in ORDER), "torch SDPA bf16, heads folded by hand",
+    head = ["tokens x sequences, level, threads", *(f"`{n}`" for n in ORDER), "torch SDPA bf16, heads folded manually",
             "memory, GB/s"]  # fmt: skip
     return (
         "## Decode\nms (fraction of the read bandwidth). Smaller pages are faster, in proportion to their bytes where\n"
-        "memory is waited for; eight query heads to a KV head, AVX2 alone and one thread are bound by arithmetic.\n"
-        "What memory gives two cores changes with what else its host does; where it is twice as much, 8 bits and\n"
-        "fewer are bound by arithmetic too.\n\n" + table(head, lines)
+        "memory is the bottleneck; with eight query heads per KV head, with AVX2, or with one thread, arithmetic is.\n"
+        "The memory bandwidth of two cores depends on the load of the host; where it is twice as high, formats of\n"
+        "8 bits and fewer are bound by arithmetic too.\n\n" + table(head, lines)
     )
 
 
@@ -77,9 +78,8 @@ def chunks(cells: list[dict]) -> str:
                 ours = [f"{r[n]['ms']:.2f} ({added[n]:+.0%})" for n in names]
                 lines.append([f"{T}", *ours, f"{r['sdpa bf16']['ms']:.1f}"])
     head = ["new tokens", "`raw`", "`int8`", "`fp8_e4m3`", "`int4`", "`int2`", "torch SDPA bf16"]
-    return (
-        "## Chunks\nNew tokens behind 4,096, stored and attended in one call, ms (what accumulating it adds).\n\n"
-        + table(head, lines)
+    return "## Chunks\nms for new tokens after 4,096, in one call (added by accumulated attention).\n\n" + table(
+        head, lines
     )
 
 
@@ -88,7 +88,7 @@ def mass(cells: list[dict]) -> str:
     (cell,) = of(cells, "step")
     step = cell["rows"][0]
     return (
-        "## Accumulated attention (H2O), and a step\nWhat asking for it adds to a decode step:\n\n"
+        "## Accumulated attention (H2O), and a step\nTime added to a decode step:\n\n"
         + table(["tokens", "`raw`", "`int8`", "`int4`"], lines)
         + f"\nUnder transformers a layer's step (`update` and the attention function, {cell['S']} tokens, one thread) "
         f"takes {1e3 * step['ms']:.1f} us: {step['op us']:.1f} for the op (torch's dispatch and the kernels), "
@@ -113,9 +113,9 @@ def peers(found: dict) -> str:
         ours = (f"{best[shape] / ms[shape, 'kvcompress', name]:.1f}x" for shape in names)
         lines.append([f"**the best of the others / `{name}`**", *ours])
     return (
-        f"## Beside other systems\n`make bench-peers`, on a {NAMES.get(found['machine'], found['machine'])}: the same "
-        f"shapes, in turn, lowest median of {found['rounds']} rounds, ms. One copy of the data, so that 8K lies in the "
-        "last cache. The best of the others at any precision is the comparison.\n\n"
+        f"## Comparison with other systems\n`make bench-peers`, on a {NAMES.get(found['machine'], found['machine'])}: "
+        f"the same shapes, alternating, lowest median of {found['rounds']} rounds, ms. A single copy of data, so 8K "
+        "is in the last-level cache. Ratios are relative to the fastest of the others at any precision.\n\n"
         + table(["", *(f"{n} tokens" if n != "512 at 4K" else "chunk of " + n for n in names.values())], lines)
     )
 
@@ -129,8 +129,8 @@ def latent_peers(found: dict) -> str:
     return (
         f"Latents (MLA), on a {NAMES.get(found['machine'], found['machine'])}, {found['threads']} threads, lowest "
         f"median of {found['rounds']} rounds: {heads} query heads on one KV head of {dim} dims, whose first 512 are V, "
-        f"{tokens:,} tokens. ggml as llama.cpp builds it: V is a view of K. Ours with the rotary part in `int8` (under "
-        "`raw` in bf16). OpenVINO and ONNX Runtime have no such attention.\n\n"
+        f"{tokens:,} tokens. ggml as used by llama.cpp: V is a view of K. Ours with the rotary part in `int8` (with "
+        "`raw`: bf16). OpenVINO and ONNX Runtime do not support it.\n\n"
         + table(["", "MB", "ms", "`raw` is faster", "`int8`", "`int4`"], lines)
     )
 
@@ -159,15 +159,15 @@ def codecs(found: dict) -> str:
     return (
         f"## Codecs\n`make bench-codecs`, on a Zen 5: {found['megabytes']} MB of dense K and V to sealed pages and "
         f"back, {found['machine']['threads']} threads: GB/s of dense bytes (fraction of a memcpy of the same bytes, in "
-        "the same rounds). *New*: to memory that is new from the system, of which a plain copy fills "
-        f"{fresh:.2f}. Then how many times as fast as others we append / read: the same arithmetic in torch ops "
-        "(`torch`), libraries that offer something alike.\n\n"
+        "the same rounds). *New*: to newly allocated memory, for which a plain copy reaches "
+        f"{fresh:.2f}. The last column is the speed of append / read relative to the same arithmetic in torch ops "
+        "(`torch`), and to libraries with similar functions.\n\n"
         + table(["", "append", "read", "append, new", "times as fast as"], lines)
-        + "\nAimed at and missed here. At least 0.6 of memcpy for these three: "
+        + "\nTargets that were missed. At least 0.6 of memcpy for these three: "
         + ("; ".join(slow) or "none")
         + ". At least 10 times torch: "
         + ("; ".join(near) or "none")
-        + ". Where torch's own pass reaches a tenth of memcpy or more, ten times it is more than memory gives.\n"
+        + ". If torch reaches a tenth of memcpy or more, ten times its speed exceeds the memory bandwidth.\n"
     )
 
 
@@ -216,7 +216,7 @@ def wide(cells: list[dict]) -> str:
                  for name, row in r.items()]  # fmt: skip
         parts.append(
             f"## Wide heads\nThe same bytes in heads of 128 and of 512 dims, {cell['S']:,} tokens, GQA {cell['G']}.\n\n"
-            + table(["format x head dim", "ms", "GB/s", "of heads of 128"], lines)
+            + table(["format x head dim", "ms", "GB/s", "relative to heads of 128"], lines)
         )
     return "\n".join(parts)
 
@@ -236,9 +236,9 @@ def latents(cells: list[dict]) -> str:
         parts.append(
             f"## Latents (MLA)\n{cell['G']} query heads on latents of 512 + 64 dims, {cell['S']:,} tokens, one layer's "
             f"decode step; latent / rotary part. transformers expands the context: {r['transformers']['ms']:.0f} ms. "
-            "*Absorbed*: with the projections of q and of the output. This machine multiplies "
-            f"{vnni:.0f} G 8-bit pairs a second (VNNI), {bf16:.0f} G of bf16, measured in the run. "
-            "`raw` and `fp8` are multiplied as bf16, the others as bytes.\n\n"
+            "*Absorbed*: including the projections of q and of the output. This machine performs "
+            f"{vnni:.0f} G 8-bit multiply-adds per second (VNNI) and {bf16:.0f} G in bf16, measured in the same run. "
+            "`raw` and `fp8` use bf16, the others 8 bits.\n\n"
             + table(["", "ms", "faster than transformers", "GMAC/s", "of VNNI", "of BF16"], lines)
         )
     return "\n".join(parts)
@@ -253,9 +253,9 @@ def path(cells: list[dict]) -> str:
              for cell, r in zip(found, layers, strict=True)]  # fmt: skip
     python = statistics.median(row["ms"] - row["op ms"] for r in layers for row in r.values())
     return (
-        "## The path that models take\nms of the op alone / of `KVCache.update` and the attention function, pages of a "
-        f"growing pool. Python costs\nabout {python:.2f} ms more here, where its code has left the caches, at every "
-        "length.\n\n" + table(["tokens", *(f"`{name}`" for name in layers[0])], lines)
+        "## Step of a model's layer\nms of the op alone / of `KVCache.update` and the attention function, pages of a "
+        f"growing pool. Python adds\nabout {python:.2f} ms at every length, as its code is not in the CPU's caches "
+        "here.\n\n" + table(["tokens", *(f"`{name}`" for name in layers[0])], lines)
     )
 
 
@@ -271,9 +271,9 @@ def few_bits(cells: list[dict]) -> str:
     if not lines:
         return ""
     return (
-        "## Few bits\nThe same, of 32,768 tokens, with 4 queries a KV head: ms of the op alone / of a layer's step "
-        "(the step over that of\n`int4`, or of `cal2` over that of `int2`). A calibration maps q, K and V into its "
-        "coordinates and the output back.\n\n" + table(["level", *(f"`{name}`" for name in r)], lines)
+        "## Formats of few bits\nThe same for 32,768 tokens and 4 query heads per KV head: ms of the op alone / of a "
+        "layer's step (relative to `int4`;\n`cal2` relative to `int2`). With a calibration, q, K, V and the output are "
+        "mapped between bases.\n\n" + table(["level", *(f"`{name}`" for name in r)], lines)
     )
 
 
@@ -299,9 +299,9 @@ def machines() -> str:
             memory = f"{read['GB/s']:.0f}" if read and cell["what"] != "warm" else ""
             lines.append([NAMES.get(file.stem, file.stem), shape, *shown, memory])
     return (
-        "## Machines side by side\nCycles of a core by token and KV head (fraction of the read bandwidth). Cycles "
-        "compare machines; fractions\nwithout cycles are of an earlier measure, which left torch's code in the "
-        "caches.\n\n" + table(["CPU", "tokens, level, threads", *(f"`{n}`" for n in names), "memory, GB/s"], lines)
+        "## Comparison of machines\nCore cycles per token and KV head (fraction of the read bandwidth). Cycles are "
+        "comparable between machines; fractions\nwithout cycles are from an earlier measurement with torch's code in "
+        "the caches.\n\n" + table(["CPU", "tokens, level, threads", *(f"`{n}`" for n in names), "memory, GB/s"], lines)
     )
 
 
