@@ -24,7 +24,7 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     if (PyErr_Occurred()) return NULL;
     if (shared && max_bytes)
         return PyErr_Format(PyExc_ValueError,
-                            "pool: expected max_bytes or shared, got both; a limit has its own space");
+                            "pool: expected max_bytes or shared, got both; limits need a separate address space");
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     kvc_py_pool *self = (kvc_py_pool *)allocate(type, 0);
     if (!self) return NULL;
@@ -177,27 +177,31 @@ static PyObject *pool_reduce(kvc_py_pool *self, PyObject *unused)
     (void)self, (void)unused;
     PyErr_SetString(
         PyExc_TypeError,
-        "Pool: cannot be copied or pickled (torch.save pickles too); caches share one, another process makes "
-        "its own, KVCache.save(path) is for what outlives this one");
+        "Pool: cannot be copied or pickled (torch.save pickles too); caches can share one; create another in another "
+        "process, and use KVCache.save(path) to keep a cache");
     return NULL;
 }
 
 static PyMethodDef methods[] = {
-    {"__reduce__", (PyCFunction)(void (*)(void))pool_reduce, METH_NOARGS, "TypeError: it is memory of this process."},
+    {"__reduce__", (PyCFunction)(void (*)(void))pool_reduce, METH_NOARGS,
+     "Raises TypeError: pools are memory of this process."},
     {"stats", (PyCFunction)(void (*)(void))pool_stats, METH_NOARGS, "Bytes reserved, resident, used; slots; slabs."},
     {"check", (PyCFunction)(void (*)(void))pool_check, METH_NOARGS, "Checks every invariant."},
-    {"limit", (PyCFunction)(void (*)(void))pool_limit, METH_O, "limit(bytes): the extent grows no further."},
+    {"limit", (PyCFunction)(void (*)(void))pool_limit, METH_O, "limit(bytes): limits the extent."},
     {"alloc", (PyCFunction)(void (*)(void))pool_alloc, METH_O, "alloc(bytes) -> offset, with one reference."},
-    {"ref", (PyCFunction)(void (*)(void))pool_ref, METH_O, "One reference more."},
-    {"unref", (PyCFunction)(void (*)(void))pool_unref, METH_O, "One reference less; the last frees the slot."},
+    {"ref", (PyCFunction)(void (*)(void))pool_ref, METH_O, "ref(offset): adds a reference."},
+    {"unref", (PyCFunction)(void (*)(void))pool_unref, METH_O,
+     "unref(offset): removes a reference; the last one frees the slot."},
     {"take", (PyCFunction)(void (*)(void))pool_take, METH_O, "take(sizes) -> offsets, each with one reference."},
-    {"drop", (PyCFunction)(void (*)(void))pool_drop, METH_O, "drop(offsets): one reference less to each."},
-    {"refs", (PyCFunction)(void (*)(void))pool_refs, METH_O, "References of the slot at this offset; 0 if none."},
+    {"drop", (PyCFunction)(void (*)(void))pool_drop, METH_O, "drop(offsets): removes a reference from each."},
+    {"refs", (PyCFunction)(void (*)(void))pool_refs, METH_O,
+     "refs(offset) -> number of references to the slot; 0 if there is none."},
     {NULL, NULL, 0, NULL}};
 static PyGetSetDef properties[] = {
     {"arena", (getter)(void (*)(void))pool_arena, NULL, "uint8 array over all slabs, no copy.", NULL},
     {"extent", (getter)(void (*)(void))pool_extent, NULL, "Length of the arena; grows, never shrinks.", NULL},
-    {"shared", (getter)(void (*)(void))pool_shared, NULL, "Is its address space that of all shared pools?", NULL},
+    {"shared", (getter)(void (*)(void))pool_shared, NULL, "Whether it uses the address space of all shared pools.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 static PyType_Slot slots[] = {
     {Py_tp_new, (void *)pool_new},
@@ -205,11 +209,11 @@ static PyType_Slot slots[] = {
     {Py_tp_methods, methods},
     {Py_tp_getset, properties},
     {Py_tp_doc,
-     "Pool(max_bytes=0, keep_bytes=0, shared=False): memory for the pages of caches, with a reference count each.\n\n"
-     "max_bytes: most bytes that it may hold, address space that is reserved now; 0: the machine's memory.\n"
-     "keep_bytes: free memory that stays with it; what is above goes back to the system.\n"
-     "shared: in the address space that all such pools share, so that there may be any number of them.\n\n"
-     "Raises TypeError or ValueError for wrong arguments, MemoryError without address space."},
+     "Pool(max_bytes=0, keep_bytes=0, shared=False): memory for the reference-counted pages of caches. Thread-safe.\n\n"
+     "max_bytes: limit in bytes, whose address space is reserved now; 0: the machine's memory.\n"
+     "keep_bytes: maximum free memory to keep for reuse; the rest is returned to the system.\n"
+     "shared: use the address space of all shared pools, so that there can be any number of them.\n\n"
+     "Raises TypeError or ValueError for invalid arguments, MemoryError without address space."},
     {0, NULL}};
 static PyType_Spec spec = {"kvcompress._C.Pool", sizeof(kvc_py_pool), 0, Py_TPFLAGS_DEFAULT, slots};
 

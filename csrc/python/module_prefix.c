@@ -251,28 +251,27 @@ static PyObject *prefix_stats(py_prefix *self, PyObject *unused)
 
 #define METHOD(name, how, about) {#name, (PyCFunction)(void (*)(void))prefix_##name, how, about}
 static PyMethodDef methods[] = {
-    METHOD(put, METH_VARARGS, "put(root, tokens, first, step, first_entries, later_entries, entries) -> links there."),
-    METHOD(take, METH_VARARGS, "As put, but writes what is known into entries, each with a reference; links known."),
-    METHOD(find, METH_VARARGS, "As take, without entries: links known."),
-    METHOD(pin, METH_VARARGS, "pin(root, .., later_entries, by): by 1 pins what is known, -1 unpins; links."),
-    METHOD(trim, METH_VARARGS, "trim(bytes, links=any): lets the least recently used go."),
+    METHOD(put, METH_VARARGS, "put(root, tokens, first, step, first_entries, later_entries, entries) -> links stored."),
+    METHOD(take, METH_VARARGS, "As put, but writes known entries, each with a reference -> number of links known."),
+    METHOD(find, METH_VARARGS, "As take, without entries -> number of links known."),
+    METHOD(pin, METH_VARARGS, "pin(root, .., later_entries, by) -> links: by 1 pins known links, by -1 unpins them."),
+    METHOD(trim, METH_VARARGS, "trim(bytes, links=any): evicts the least recently used links."),
     METHOD(oldest, METH_O,
            "oldest(here) -> (id, root, entries, parent's id or 0) of the least recently used link, or None."),
     METHOD(entries, METH_VARARGS, "entries(id, n) -> (its n entries, each with a reference, bytes of each), or None."),
-    METHOD(offload, METH_O, "offload(id): its pages go; done?"),
-    METHOD(bring, METH_VARARGS, "bring(id, entries): it has pages again; done?"),
-    METHOD(forget, METH_O, "forget(id): the link goes; done?"),
-    METHOD(offloaded, METH_VARARGS, "As find: ids of the links without pages that the chain goes on with."),
-    METHOD(weaken, METH_O, "Tests: digests of so many bytes."),
+    METHOD(offload, METH_O, "offload(id) -> bool: removes the pages of a link."),
+    METHOD(bring, METH_VARARGS, "bring(id, entries) -> bool: restores the pages of a link."),
+    METHOD(forget, METH_O, "forget(id) -> bool: removes a link."),
+    METHOD(offloaded, METH_VARARGS, "As find -> ids of the offloaded links after the known ones with pages."),
+    METHOD(weaken, METH_O, "Tests: shortens digests to this many bytes."),
     METHOD(check, METH_NOARGS, "Checks every invariant."),
-    METHOD(stats, METH_NOARGS, "Entries, bytes, hits and what they saved."),
+    METHOD(stats, METH_NOARGS, "Entries, bytes, hits, saved tokens and bytes."),
     {NULL, NULL, 0, NULL}};
-static PyType_Slot slots[] = {
-    {Py_tp_new, (void *)prefix_new},
-    {Py_tp_dealloc, (void *)prefix_dealloc},
-    {Py_tp_methods, methods},
-    {Py_tp_doc, "Prefix(pool, max_bytes=0, max_entries=0): pages by what prompts begin with."},
-    {0, NULL}};
+static PyType_Slot slots[] = {{Py_tp_new, (void *)prefix_new},
+                              {Py_tp_dealloc, (void *)prefix_dealloc},
+                              {Py_tp_methods, methods},
+                              {Py_tp_doc, "Prefix(pool, max_bytes=0, max_entries=0): index of the pages of prefixes."},
+                              {0, NULL}};
 static PyType_Spec spec = {"kvcompress._C.Prefix", sizeof(py_prefix), 0, Py_TPFLAGS_DEFAULT, slots};
 
 int kvc_py_add_prefix(PyObject *module)

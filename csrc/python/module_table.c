@@ -305,37 +305,36 @@ static PyObject *table_stats(kvc_py_table *self, PyObject *unused)
 #define METHOD(name, how, about) {#name, (PyCFunction)(void (*)(void))table_##name, how, about}
 #define OTHER(name, how, about) {#name, (PyCFunction)(void (*)(void))kvc_py_##name, how, about}
 static PyMethodDef methods[] = {
-    METHOD(plan, METH_FASTCALL, "plan(T, real=None) -> seals [n, 2]: finds room for T tokens a row."),
+    METHOD(plan, METH_FASTCALL, "plan(T, real=None) -> seals [n, 2]: plans an append of T tokens per row."),
     METHOD(plan_fill, METH_O,
-           "plan_fill(T) -> bool: plan(T), if it seals nothing and changes no entry. False, and no plan, if it does."),
-    METHOD(commit, METH_NOARGS, "The planned append has been written."),
-    METHOD(rollback, METH_NOARGS, "Forgets the planned append: all is as before it."),
-    OTHER(
-        takes, METH_FASTCALL,
-        "takes(k, v, device=-1) -> int: tokens of torch tensors on the CPU, or on that GPU, that fit the table; 0 for "
-        "others."),
+           "plan_fill(T) -> bool: plan(T), if it seals nothing and changes no entry; else False, without a plan."),
+    METHOD(commit, METH_NOARGS, "Commits the planned append or eviction."),
+    METHOD(rollback, METH_NOARGS, "Discards the planned append or eviction."),
+    OTHER(takes, METH_FASTCALL,
+          "takes(k, v, device=-1) -> int: number of tokens of torch tensors on the CPU, or on that GPU, if they can be "
+          "appended; else 0."),
     OTHER(step, METH_FASTCALL,
-          "step(q, k, v, scale, window, softcap) -> (out, lse): appends and attends; None, and nothing done, if it "
-          "cannot."),
-    METHOD(crop, METH_O, "crop(seen): forgets all tokens whose slot is at or past seen."),
-    OTHER(plan_evict, METH_FASTCALL,
-          "plan_evict(keep [B, 1 or H, N], formats=None) -> (moves [n, 6], 1 or H), or None if it would "
-          "change nothing: drops tokens by index; formats int32 [B, 1 or H, P]: what closed pages become."),
+          "step(q, k, v, scale, window, softcap) -> (out, lse): appends and attends; returns None and does nothing if "
+          "the call is not supported."),
+    METHOD(crop, METH_O, "crop(seen): removes all tokens with slot >= seen."),
+    OTHER(
+        plan_evict, METH_FASTCALL,
+        "plan_evict(keep [B, 1 or H, N], formats=None) -> (moves [n, 6], 1 or H), or None if nothing changes: plans an "
+        "eviction by index; formats int32 [B, 1 or H, P]: new formats of closed pages."),
     OTHER(tokens, METH_O,
           "tokens(runs [n, 3]) -> (slots int32, positions int64 [B, 1 or H, N]): see kvc_table_tokens."),
     OTHER(means, METH_FASTCALL,
           "means(positions, real [B]) -> float32 [B, H, N]: scores per query; see kvc_table_means."),
-    METHOD(reserve, METH_O, "reserve(tokens): entries for so many tokens a row, which then stay where they are."),
+    METHOD(reserve, METH_O, "reserve(tokens): capacity for this many tokens per row, without later reallocation."),
     OTHER(drop, METH_FASTCALL, "drop(before [B], chunk) -> pages freed at the front of rows: see kvc_table_drop."),
-    METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),
+    METHOD(keep_scores, METH_O, "keep_scores(on): enables or removes a score for each stored token and head."),
     OTHER(observe, METH_FASTCALL, "observe(attention [B, H, N], decay): scores become scores * decay + attention."),
-    METHOD(
-        select, METH_FASTCALL,
-        "select(index, *tables): row i becomes old row index[i], here and in `tables`, or in none; pages are shared."),
-    METHOD(reset, METH_VARARGS | METH_KEYWORDS, "reset(batch=0): drops all tokens."),
-    OTHER(restore, METH_VARARGS, "restore(entries, rows, slots, scores, seen): an empty table takes over pages."),
-    METHOD(clone, METH_NOARGS, "A table that shares all pages of this one."),
-    METHOD(stats, METH_NOARGS, "What the table holds: tokens, pages, bytes by part."),
+    METHOD(select, METH_FASTCALL,
+           "select(index, *tables): row i becomes old row index[i], in all tables or none; pages are shared."),
+    METHOD(reset, METH_VARARGS | METH_KEYWORDS, "reset(batch=0): removes all tokens; batch: new size, 0: unchanged."),
+    OTHER(restore, METH_VARARGS, "restore(entries, rows, slots, scores, seen): fills an empty table with pages."),
+    METHOD(clone, METH_NOARGS, "A copy that shares all pages."),
+    METHOD(stats, METH_NOARGS, "Numbers of tokens and pages, bytes by part."),
     {NULL, NULL, 0, NULL}};
 #define PROPERTY(name, about) {#name, (getter)(void (*)(void))get_##name, NULL, about, NULL}
 static PyGetSetDef properties[] = {
@@ -343,11 +342,11 @@ static PyGetSetDef properties[] = {
     PROPERTY(rows, "int64 [B, 1 or H, 2]: stored tokens, first slot; no copy"),
     PROPERTY(slots, "int32 [B, 1 or H, capacity], no copy; empty while slot = first + index"),
     PROPERTY(scores, "float32 [B, H, capacity], no copy; empty without keep_scores"),
-    PROPERTY(version, "changes when one of the arrays moves"),
-    PROPERTY(seen, "slots so far, pads included"),
-    PROPERTY(batch, "sequences"),
+    PROPERTY(version, "changes when one of the arrays is reallocated"),
+    PROPERTY(seen, "number of slots so far, padding included"),
+    PROPERTY(batch, "number of sequences"),
     PROPERTY(longest, "stored tokens of the longest line, dead ones included"),
-    PROPERTY(live, "int64 [B]: stored tokens that live, of all heads"),
+    PROPERTY(live, "int64 [B]: live stored tokens, summed over heads"),
     PROPERTY(pool, "the pool"),
     {"spans", (getter)(void (*)(void))get_spans, (setter)(void (*)(void))set_spans,
      "[(end, key, value)]: formats of pages sealed from now on, by position", NULL},
@@ -357,7 +356,7 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, (void *)table_dealloc},
     {Py_tp_methods, methods},
     {Py_tp_getset, properties},
-    {Py_tp_doc, "Table(pool, *, heads, key_dim, value_dim, batch, ...): pages of B sequences."},
+    {Py_tp_doc, "Table(pool, *, heads, key_dim, value_dim, batch, ...): block table of B sequences."},
     {0, NULL}};
 static PyType_Spec spec = {"kvcompress._C.Table", sizeof(kvc_py_table), 0, Py_TPFLAGS_DEFAULT, slots};
 

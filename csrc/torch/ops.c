@@ -253,7 +253,7 @@ kvc_status kvc_op_new(kvc_frame *frame, kvc_scalar type, int64_t dim, const int6
     }
     KVC_CHECK(
         !kvc_torch.aoti_torch_empty_strided(dim, size, stride, torch_types[type], frame->device, frame->index, out),
-        KVC_E_MEMORY, "out of memory: %s found none for its output", frame->op->name);
+        KVC_E_MEMORY, "out of memory: %s has no memory for its output", frame->op->name);
     atomic_fetch_add(&handles, 1);
     return KVC_OK;
 }

@@ -28,7 +28,7 @@ static void refused(kvc_pool *pool)
     a.latent = true;
     void *narrow = a.q.data;
     a.q = (kvc_dense){wide, {128, 128, 128}, KVC_F32};
-    FAILS(KVC_E_VALUE, "expected latents in formats of rows, got one of digits", kvc_attend(&a));
+    FAILS(KVC_E_VALUE, "expected a format with a scale per row for latents, got cal2", kvc_attend(&a));
     a.q.data = narrow;
     kvc_table_rollback(p.t);
     play_end_call(&a);

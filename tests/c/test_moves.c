@@ -337,7 +337,7 @@ static void test_refusals(kvc_pool *pool)
     kvc_table_commit(l.t);
     CHECK(l.t->table_heads == 2);
     live = kvc_alloc_live();
-    REFUSED("expected 2 heads, got 1; a head that has kept tokens of its own", l.keep, NULL, 1, 20);
+    REFUSED("expected 2 heads, got 1; heads that store different tokens", l.keep, NULL, 1, 20);
     close_line(&l);
 }
 

@@ -313,11 +313,11 @@ static void test_check_notices(void)
     (lvalue)++;                                                                                                        \
     FAILS(KVC_E_VALUE, text, kvc_pool_check(pool));                                                                    \
     (lvalue)--
-    BREAK(pool->resident, "sums");
-    BREAK(pool->used, "sums");
-    BREAK(pool->slots, "sums");
-    BREAK(pool->n_slabs, "sums");
-    BREAK(pool->classes[0].hot, "sums");
+    BREAK(pool->resident, "totals");
+    BREAK(pool->used, "totals");
+    BREAK(pool->slots, "totals");
+    BREAK(pool->n_slabs, "totals");
+    BREAK(pool->classes[0].hot, "totals");
     BREAK(pool->unit_slab[0], "lost a unit");
     pool->classes[0].room = LIST_END;
     FAILS(KVC_E_VALUE, "wrong about its room", kvc_pool_check(pool));

@@ -122,7 +122,7 @@ static void test_refused(kvc_pool *pool)
     REFUSED("expected 0 to 2^31 slots, got -1", c.x.seen = -1);
     REFUSED("slots, got 2147483648", c.x.seen = (int64_t)INT32_MAX + 1);
     float one = 1;
-    REFUSED("scores: expected them where the table keeps them", c.x.scores = &one);
+    REFUSED("scores: expected scores if the table keeps them", c.x.scores = &one);
     REFUSED("rows: expected up to 60 tokens from a slot up to 60, got -1 from 3", c.rows[0] = -1);
     REFUSED("got 61 from 3", c.rows[0] = 61);
     REFUSED("from -1", c.rows[1] = -1);
@@ -151,9 +151,9 @@ static void test_refused(kvc_pool *pool)
     kvc_table_free(full);
     kvc_table_free(t);
     t = table_of(pool, true, 2);
-    REFUSED("scores: expected them where the table keeps them", (void)c);
+    REFUSED("scores: expected scores if the table keeps them", (void)c);
     OK(kvc_table_keep_scores(other, true));
-    REFUSED("scores: expected them where the table keeps them", c.x.scores = NULL);
+    REFUSED("scores: expected scores if the table keeps them", c.x.scores = NULL);
     REFUSED("scores: expected numbers, got NaN", c.scores[3] = NAN);
     REFUSED("scores: expected one for each of", c.x.score_capacity = 1);
     REFUSED("for each of", c.x.slot_capacity = 1);

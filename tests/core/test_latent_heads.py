@@ -159,5 +159,5 @@ def test_formats_that_are_tested_are_all():
 
 @pytest.mark.parametrize("key,value", [("cal2", "int8"), ("int8", "cal2")])
 def test_latents_in_digits_are_refused(key, value):
-    with pytest.raises(ValueError, match="latents in formats of rows, got one of digits"):
+    with pytest.raises(ValueError, match="a format with a scale per row for latents, got cal2"):
         list(drive(Store(key, value, H=1, D=96, Dv=64), [200, 1, 3], 9))

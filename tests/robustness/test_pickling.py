@@ -52,7 +52,7 @@ PROCESS_BOUND: dict[str, tuple[Callable[[], Any], str, bool]] = {  # how it is m
     "Batch": (lambda: kvcompress.Batch([filled()]), "a new Batch for each pass", False),
     "PrefixCache": (lambda: kvcompress.PrefixCache(config()), r"threads can share one.*commit\(\)", False),
     "Tiers": (kvcompress.Tiers, r"caches can share one.*KVCache\.save\(path\)", False),
-    "Pool": (kvcompress.Pool, r"caches share one.*KVCache\.save\(path\)", False),
+    "Pool": (kvcompress.Pool, r"caches can share one.*KVCache\.save\(path\)", False),
 }
 
 

@@ -267,7 +267,7 @@ static kvc_status attend(kvc_call *call)
 
 kvc_status kvc_no_workspace(const char *op)
 {
-    return kvc_fail(KVC_E_MEMORY, "out of memory: %s found none for its workspace", op);
+    return kvc_fail(KVC_E_MEMORY, "out of memory: %s has no memory for its workspace", op);
 }
 
 kvc_status kvc_call_run(kvc_call *call)

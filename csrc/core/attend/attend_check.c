@@ -205,7 +205,7 @@ static kvc_status begin_rows(kvc_call *call)
             status = begin_row(call, b, ht);
         }
     if (status == KVC_OK && a->latent && (call->key_spaces[KVC_DIGITS] || call->value_spaces[KVC_DIGITS]))
-        status = kvc_fail(KVC_E_VALUE, "attend: table: expected latents in formats of rows, got one of digits (cal2)");
+        status = kvc_fail(KVC_E_VALUE, "attend: table: expected a format with a scale per row for latents, got cal2");
     if (status == KVC_OK) number_items(call, &own_pages);
     if (status == KVC_OK && own_pages) {
         int64_t bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, s->page_size).bytes;

@@ -216,6 +216,6 @@ kvc_status kvc_call_write(kvc_call *call)
     }
     int64_t pages = a->n_seals * (s->table_heads == 1 ? s->heads : 1);
     kvc_run(&a->exec, pages, pages * s->page_size * (s->key_dim + s->value_dim) * 4, seal_pages, &w);
-    KVC_CHECK(!atomic_load(&w.failed), KVC_E_MEMORY, "out of memory: attend found none for its workspace");
+    KVC_CHECK(!atomic_load(&w.failed), KVC_E_MEMORY, "out of memory: attend has no memory for its workspace");
     return KVC_OK;
 }

@@ -21,7 +21,7 @@ static kvc_status check_quantized(const char *what, int format, int64_t D)
     const char *isa;
     KVC_TRY(kvc_isa(&isa));
     KVC_TRY(kvc_format_check(format, D));
-    KVC_CHECK(!kvc_format_is_raw(format), KVC_E_VALUE, "%s: expected a quantized format, got %s; int8, say", what,
+    KVC_CHECK(!kvc_format_is_raw(format), KVC_E_VALUE, "%s: expected a quantized format, got %s; use int8", what,
               kvc_format_get(format)->name);
     return KVC_OK;
 }

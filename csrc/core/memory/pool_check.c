@@ -20,7 +20,7 @@ static kvc_status check_slab(const kvc_pool *pool, int32_t index, kvc_pool_stats
     KVC_CHECK(n_hot >= 0 && n_cold >= 0, KVC_E_VALUE, "pool: slab %d: a free list holds a slot in use", index);
     KVC_CHECK(live == s->live && (live > 0 || pool->keep || !kvc_units_may_go(pool, s)) &&
                   live + n_hot + n_cold == s->bump && s->bump <= s->slots,
-              KVC_E_VALUE, "pool: slab %d: its counts are off", index);
+              KVC_E_VALUE, "pool: slab %d: its counts are wrong", index);
     for (int64_t u = 0; u < s->units; u++)
         KVC_CHECK(slab_over(pool, s->first_unit + u) == index, KVC_E_VALUE, "pool: slab %d: lost a unit", index);
     for (int32_t i = pool->classes[s->class_index].room; i != LIST_END; i = pool->slabs[i]->next) listed |= i == index;
@@ -45,7 +45,7 @@ static kvc_status check_all(const kvc_pool *pool)
     KVC_CHECK(sum.resident == pool->resident && sum.used == pool->used && sum.slots == pool->slots &&
                   sum.slabs == pool->n_slabs && sum.reserved == pool->held && covered == pool->held / pool->unit &&
                   hot == 0,
-              KVC_E_VALUE, "pool: its sums are off");
+              KVC_E_VALUE, "pool: its totals are wrong");
     return KVC_OK;
 }
 

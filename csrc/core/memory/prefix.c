@@ -331,20 +331,21 @@ static kvc_status check_all(kvc_prefix *p)
         children += l->children;
         near += l->near;
         hanging += l->parent != NULL;
-        KVC_CHECK(l->newer ? l->newer->older == l : p->newest == l, KVC_E_VALUE, "prefix: its order is torn");
+        KVC_CHECK(l->newer ? l->newer->older == l : p->newest == l, KVC_E_VALUE, "prefix: its LRU list is broken");
         for (link *o = l->older; o; o = o->older)
-            KVC_CHECK(o != l->parent, KVC_E_VALUE, "prefix: a link was used after the one it hangs on");
-        KVC_CHECK(!l->parent || l->parent->pins >= l->pins, KVC_E_VALUE, "prefix: a pinned link hangs on a loose one");
+            KVC_CHECK(o != l->parent, KVC_E_VALUE, "prefix: a link was used later than its parent");
+        KVC_CHECK(!l->parent || l->parent->pins >= l->pins, KVC_E_VALUE,
+                  "prefix: a pinned link has an unpinned parent");
         KVC_CHECK(!l->offloaded || !(l->near || l->pins || l->bytes), KVC_E_VALUE,
-                  "prefix: a offloaded link has pages, or what hangs on it");
+                  "prefix: an offloaded link or a child of it has pages");
         near -= l->parent && !l->offloaded;
         for (int64_t e = 0; !l->offloaded && e < l->n_entries; e++)
             KVC_CHECK(kvc_pool_refs(p->pool, kvc_entry_offset(kvc_link_entries(l)[e])) > 0, KVC_E_VALUE,
-                      "prefix: a page is gone");
+                      "prefix: a page was freed");
     }
     KVC_CHECK(links == p->stats.links && links == listed && bytes == p->stats.bytes && pinned == p->stats.pinned &&
                   offloaded == p->stats.offloaded && children == hanging && !near,
-              KVC_E_VALUE, "prefix: its sums are off");
+              KVC_E_VALUE, "prefix: its totals are wrong");
     return KVC_OK;
 }
 

@@ -64,8 +64,8 @@ static kvc_status check_side(const kvc_spec *s, int format, int64_t dim, const c
     KVC_CHECK(!kvc_format_is_raw(format) || format == s->raw, KVC_E_VALUE,
               "table: %s: expected a quantized format or the raw format of the open page, got %s", side, info->name);
     KVC_CHECK(!s->direct || (info->bits == 8 && info->keys == KVC_KEYS_TOKEN), KVC_E_VALUE,
-              "table: %s: expected an 8-bit format to append without an open page (residual=0), got %s; codes below 8 "
-              "bits share bytes or page statistics: leave residual unset",
+              "table: %s: expected an 8-bit format to append without an open page (residual_length=0), got %s; formats "
+              "below 8 bits share bytes or page statistics: omit residual_length",
               side, info->name);
     return KVC_OK;
 }
@@ -83,8 +83,8 @@ static kvc_status check_spec(const kvc_spec *s, int64_t batch)
               (long long)s->sinks, (long long)s->recent);
     KVC_CHECK(kvc_format_bits(s->raw) && kvc_format_is_raw(s->raw), KVC_E_VALUE,
               "table: raw: expected a raw format, got code %d", s->raw);
-    KVC_CHECK(!s->direct || s->recent == 0, KVC_E_VALUE,
-              "table: recent: expected 0 without an open page (residual=0), got %lld", (long long)s->recent);
+    KVC_CHECK(!s->direct || s->recent == 0, KVC_E_VALUE, "table: recent: expected 0 without an open page, got %lld",
+              (long long)s->recent);
     KVC_TRY(check_side(s, s->key, s->key_dim, "key"));
     return check_side(s, s->value, s->value_dim, "value");
 }
@@ -308,8 +308,8 @@ kvc_status kvc_table_select(kvc_table *t, const int64_t *index, int64_t n)
 kvc_status kvc_table_reset(kvc_table *t, int64_t batch)
 {
     KVC_TRY(kvc_table_no_plan(t, "reset"));
-    KVC_CHECK(batch >= 0 && batch <= MOST, KVC_E_VALUE, "reset: expected a batch of 0 (as it is) to %d, got %lld", MOST,
-              (long long)batch);
+    KVC_CHECK(batch >= 0 && batch <= MOST, KVC_E_VALUE, "reset: expected a batch of 0 (unchanged) to %d, got %lld",
+              MOST, (long long)batch);
     batch = batch ? batch : t->batch;
     if (batch != t->batch) {
         int64_t *entries, *rows;

@@ -7,7 +7,7 @@ static kvc_status check_keep(const kvc_table *t, const uint8_t *keep, int64_t he
 {
     KVC_CHECK(
         heads == t->spec.heads || (heads == 1 && t->table_heads == 1), KVC_E_VALUE,
-        "evict: keep: expected %s%lld heads, got %lld; a head that has kept tokens of its own needs a row of its own",
+        "evict: keep: expected %s%lld heads, got %lld; heads that store different tokens need separate rows of keep",
         t->table_heads == 1 ? "1 or " : "", (long long)t->spec.heads, (long long)heads);
     for (int64_t b = 0; b < t->batch; b++)
         for (int64_t h = 0; h < heads; h++) {

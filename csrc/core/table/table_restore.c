@@ -66,7 +66,7 @@ static kvc_status check_shape(const kvc_table *t, const kvc_contents *x)
     KVC_CHECK(x->seen >= 0 && x->seen <= INT32_MAX, KVC_E_VALUE, HERE "expected 0 to 2^31 slots, got %lld",
               (long long)x->seen);
     KVC_CHECK(!x->scores == !t->scored || x->seen == 0, KVC_E_VALUE,
-              HERE "scores: expected them where the table keeps them, and only there");
+              HERE "scores: expected scores if the table keeps them, and none otherwise");
     return KVC_OK;
 }
 
