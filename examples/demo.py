@@ -1,4 +1,4 @@
-"""The main job: one model, one long passage, the same generation with the uncompressed cache and with ours.
+"""Demo: one model, one long passage, the same generation with the uncompressed cache and with compressed caches.
 
 Prints a table (bytes, speed, quality, peak memory) and writes demo.png and demo.json. No network, no GPU.
 """
@@ -26,12 +26,12 @@ import kvcompress
 
 ASSETS = Path(__file__).parent.parent / "assets"
 FORMATS = ("int8", "fp8_e4m3", "int4")
-PROMPT, NEW, ROUND = 3900, 128, 16  # tokens: of the passage, to generate, generated in turn by each cache
+PROMPT, NEW, ROUND = 3900, 128, 16  # tokens: of the passage, to generate, per turn of each cache
 PREFIX, SCORED, CHUNK = (
     3072,
     512,
     64,
-)  # quality: compressed text, then text scored in chunks through the cache
+)  # quality: tokens compressed, tokens scored after them through the cache, tokens per chunk
 
 
 def load(dtype: torch.dtype) -> torch.nn.Module:
@@ -46,7 +46,7 @@ def passage(n: int) -> torch.Tensor:
 
 
 def new_cache(model: torch.nn.Module, kind: str) -> object:
-    """A cache of this kind, and the model's attention switched to what it works with."""
+    """A cache of this kind; sets the model's attention for it."""
     if kind == "DynamicCache":
         model.set_attn_implementation("sdpa")
         return DynamicCache(config=model.config)
@@ -65,7 +65,7 @@ def cache_bytes(cache: object) -> int:
 
 
 class Clock(StoppingCriteria):
-    """Notes the time of every generated token; never stops."""
+    """Records the time of every generated token; never stops."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -77,7 +77,7 @@ class Clock(StoppingCriteria):
 
 @torch.inference_mode()
 def generate(model: torch.nn.Module, ids: torch.Tensor, kinds: list[str], bar: tqdm) -> dict[str, dict]:
-    """Each cache takes the passage, then all generate in turns of ROUND tokens, so that noise hits all alike."""
+    """Each cache reads the passage, then all generate in turns of ROUND tokens, to share noise."""
     caches = {kind: new_cache(model, kind) for kind in kinds}
     texts = dict.fromkeys(kinds, ids)
     steps: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -108,7 +108,7 @@ def generate(model: torch.nn.Module, ids: torch.Tensor, kinds: list[str], bar: t
 
 @torch.inference_mode()
 def through_cache(model: torch.nn.Module, ids: torch.Tensor, kind: str, bar: tqdm) -> torch.Tensor:
-    """Log-probabilities of the SCORED positions, read through a cache that holds the PREFIX compressed."""
+    """Log-probabilities at the SCORED positions, computed through a cache with the compressed PREFIX."""
     cache = new_cache(model, kind)
     model(ids[:, :PREFIX], past_key_values=cache, logits_to_keep=1)
     parts = []
@@ -119,7 +119,7 @@ def through_cache(model: torch.nn.Module, ids: torch.Tensor, kind: str, bar: tqd
 
 
 def quality(model: torch.nn.Module, ids: torch.Tensor, kinds: list[str], bar: tqdm) -> dict[str, dict]:
-    """KL divergence and top-1 agreement with the model that compresses nothing (one forward pass, no cache)."""
+    """KL divergence and top-1 agreement with the model without a cache (one forward pass)."""
     model.set_attn_implementation("sdpa")
     with torch.inference_mode():
         logits = model(ids[:, : PREFIX + SCORED], use_cache=False, logits_to_keep=SCORED).logits
@@ -135,7 +135,7 @@ def quality(model: torch.nn.Module, ids: torch.Tensor, kinds: list[str], bar: tq
 
 @torch.inference_mode()
 def bytes_in_bf16(ids: torch.Tensor, kinds: list[str], bar: tqdm) -> dict[str, int]:
-    """What each cache of a bfloat16 model holds after the passage."""
+    """Size of each cache of a bfloat16 model after the passage, in bytes."""
     model, sizes = load(torch.bfloat16), {}
     for kind in kinds:
         cache = new_cache(model, kind)
@@ -153,7 +153,7 @@ def status(field: str) -> int:
 
 
 def print_peak(kind: str) -> None:
-    """Alone in a process: by how much the passage and some decoding raise its memory, at most."""
+    """Peak growth of memory by the passage and some decoding; run in a separate process."""
     model, ids = load(torch.float32), passage(PROMPT)
     with torch.inference_mode():
         model(ids[:, :64])  # libraries, threads

@@ -1,8 +1,8 @@
-/* decode.c - one layer's cache from C alone: int8 pages are appended to, attended to, evicted from (H2O) and freed.
+/* decode.c - the cache of one layer in C: appends to int8 pages, attends, evicts (H2O) and frees them.
  *
  *     make lib && cc examples/c/decode.c -Ibuild/c/include build/c/libkvcompress.a -lm -lpthread -o decode && ./decode
  *
- * What attention gives is compared with a plain one in double precision over the K and V that went in. */
+ * The output of attention is compared with attention in double precision over the original K and V. */
 #include <kvcompress/keep.h>
 #include <kvcompress/kvc.h>
 
@@ -14,7 +14,7 @@
 enum { H = 2, G = 4, D = 64, PROMPT = 1000, STEPS = 200, BUDGET = 256, RECENT = 64, PAGE = 64, SINKS = 4 };
 enum { MOST = PROMPT + STEPS };
 
-static float keys[H][MOST][D], values[H][MOST][D]; /* all that was appended, by slot */
+static float keys[H][MOST][D], values[H][MOST][D]; /* all appended tokens, by slot */
 
 static void check(kvc_status status)
 {
@@ -29,7 +29,7 @@ static float random_normal(void)
     return (float)(sqrt(-2 * log(u)) * cos(2 * M_PI * v));
 }
 
-/* Appends T tokens (slots seen..) and attends with the last of them; adds the H2O mass to the table's scores. */
+/* Appends T tokens (slots seen..) and attends with the last one; adds its attention to the table's scores (H2O). */
 static void step(kvc_table *t, int64_t T, const float *q, float *out)
 {
     static float k[H][MOST][D], v[H][MOST][D], lse[H * G], mass[H][MOST];
@@ -54,7 +54,7 @@ static void step(kvc_table *t, int64_t T, const float *q, float *out)
     a.out = (kvc_dense){out, {H * G * D, D, D}, KVC_F32};
     a.seals = kvc_table_seals(t, &a.n_seals);
     kvc_status status = kvc_attend(&a);
-    if (status != KVC_OK) kvc_table_rollback(t); /* nothing has changed */
+    if (status != KVC_OK) kvc_table_rollback(t); /* no token was stored */
     check(status);
     kvc_table_commit(t);
     for (int h = 0; h < H; h++)
@@ -69,7 +69,7 @@ static int32_t slot_of(const kvc_table *t, int h, int64_t i)
     return t->slots ? t->slots[line * t->slot_capacity + i] : (int32_t)(t->rows[2 * line + 1] + i);
 }
 
-/* Each head keeps its BUDGET heaviest tokens, the sinks and the RECENT last among them. */
+/* Each head keeps the BUDGET tokens with the most attention, including the sinks and the RECENT newest. */
 static void evict(kvc_table *t)
 {
     static float scores[H][MOST];
@@ -89,14 +89,14 @@ static void evict(kvc_table *t)
     check(kvc_table_plan_evict(t, keep[0], NULL, H, MOST));
     const kvc_move *moves = kvc_table_moves(t, &n, &heads);
     kvc_store store = kvc_table_store(t);
-    store.table_heads = heads == H ? 1 : H; /* as it will be */
+    store.table_heads = heads == H ? 1 : H; /* after the eviction */
     kvc_status status = kvc_compact(&store, moves, n, NULL);
     if (status != KVC_OK) kvc_table_rollback(t);
     check(status);
     kvc_table_commit(t);
 }
 
-/* Largest error of `out` against attention over the original K and V of the tokens that are stored. */
+/* Maximum error of `out` relative to attention over the original K and V of the stored tokens. */
 static double error_of(const kvc_table *t, const float *q, const float *out)
 {
     double worst = 0, largest = 0;

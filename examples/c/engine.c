@@ -1,9 +1,9 @@
-/* engine.c - an engine with blocks of its own, from C: requests of any lengths come and go, prompts in chunks beside decode
- * steps, one call of attention a step; K in int8 and V in int4, the newest tokens raw in one more block a request.
+/* engine.c - an engine with its own blocks, in C: requests of different lengths, chunked prefill together with decode steps,
+ * one call of attention per step; K in int8 and V in int4, residual tokens raw in one more block per request.
  *
  *     make lib && cc examples/c/engine.c -Ibuild/c/include build/c/libkvcompress.a -lm -lpthread -o engine && ./engine
  *
- * What attention gives is compared with a plain one in double precision over the K and V that went in. */
+ * The output of attention is compared with attention in double precision over the original K and V. */
 #include <kvcompress/varlen.h>
 
 #include <math.h>
@@ -15,14 +15,14 @@ enum { H = 2, G = 4, D = 64, PAGE = 64, PAGES = 2, BLOCKS = 18, WIDTH = 8, SLOTS
 enum { REQUESTS = 12, MOST = 700 };
 
 typedef struct request {
-    int prompt, answer, done; /* tokens: wanted, wanted, stored */
+    int prompt, answer, done; /* tokens: of the prompt, to generate, stored */
     int blocks[WIDTH], held;
-    int raw; /* block of its newest tokens */
+    int raw; /* block of its residual tokens */
     float k[H][MOST][D], v[H][MOST][D];
 } request;
 
 static struct {
-    uint8_t *memory; /* of all blocks, whatever they hold */
+    uint8_t *memory; /* of all blocks */
     int64_t bytes;
     int free[BLOCKS], left;
 } pool;
@@ -40,7 +40,7 @@ static float random_normal(void)
     return (float)(sqrt(-2 * log(u)) * cos(2 * M_PI * v));
 }
 
-/* Blocks for so many tokens; 0: there are not enough, and nothing has changed. */
+/* Allocates blocks for `tokens` tokens; returns 0 and changes nothing if there are not enough. */
 static int give_blocks(request *r, int tokens)
 {
     int need = (tokens + PAGES * PAGE - 1) / (PAGES * PAGE), raw = r->held == 0;
@@ -56,8 +56,8 @@ static void take_blocks(request *r)
     pool.free[pool.left++] = r->raw;
 }
 
-/* Error of the output of a request's token, its slot `at`: its length beside that of attention over what
- * went in. */
+/* Error of the output for a request's token at slot `at`, relative to the norm of attention over the
+ * original K and V. */
 static double error_of(const request *r, int at, const float *q, const float *out)
 {
     double error = 0, all = 0;
@@ -78,7 +78,7 @@ static double error_of(const request *r, int at, const float *q, const float *ou
     return sqrt(error / all);
 }
 
-/* A step of the requests that run, new[i] tokens of each; the worst error. */
+/* A step of the running requests, with new[i] tokens each. Returns the maximum error. */
 static double step(request **run, const int *new, int n, const kvc_geometry *g)
 {
     static float q[BUDGET][H * G][D], k[BUDGET][H][D], v[BUDGET][H][D], out[BUDGET][H * G][D];
@@ -120,7 +120,7 @@ static double step(request **run, const int *new, int n, const kvc_geometry *g)
                          .seq_lens = ends,
                          .scale = 1 / sqrtf(D),
                          .flags = flags};
-    a.residual = a.cache; /* the same memory: a block is one or the other */
+    a.residual = a.cache; /* the same memory: a block is used for either */
     a.residual.bytes = g->residual_bytes, a.residual.pages = 1;
     a.residual.key = a.residual.value = KVC_RAW_F32;
     a.residual.table = raw, a.residual.table_width = a.residual.table_stride = 1;
@@ -130,10 +130,10 @@ static double step(request **run, const int *new, int n, const kvc_geometry *g)
     a.out = (kvc_dense){out, {0, D, H * G * D}, KVC_F32};
     check(kvc_attend_varlen(&a));
     double worst = 0;
-    for (int i = 0; i < n; i++) { /* each one's last token */
+    for (int i = 0; i < n; i++) { /* the last token of each */
         int at = starts[i + 1] - 1;
         worst = fmax(worst, error_of(run[i], ends[i] - 1, q[at][0], out[at][0]));
-        if (flags[i]) exit(1); /* NaN came in */
+        if (flags[i]) exit(1); /* NaN in k or v */
     }
     return worst;
 }

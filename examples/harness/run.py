@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with our cache: its HuggingFace model, a local task, no call site changed.
+"""lm-evaluation-harness with a KVCache: its HuggingFace model and a local task, without changes to its calls.
 
     pip install lm-eval        # or: pip install kvcompress[harness]
     python examples/harness/run.py [MODEL] [--formats int8 int4] [--limit N]
@@ -31,7 +31,7 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 
 
 def write_task(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase, samples: int = 8) -> None:
-    """The task's file, and secret_words.jsonl with 8 questions on each of `samples` texts of 900 tokens."""
+    """Writes the task file, and secret_words.jsonl with 8 questions for each of `samples` texts of 900 tokens."""
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -51,7 +51,7 @@ def write_task(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase, sa
 
 
 def score(model: transformers.PreTrainedModel, tokenizer: object, folder: Path, limit: int | None) -> float:
-    """Exact matches of the harness's own HuggingFace model on the task."""
+    """Exact match score of the harness's HuggingFace model on the task."""
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8, add_bos_token=True, max_length=2048)
     found = lm_eval.simple_evaluate(
         harness, tasks=["secret_words"], task_manager=TaskManager(include_path=str(folder), include_defaults=False),

@@ -1,4 +1,4 @@
-"""Two steps of GRPO with TRL, whose trainer samples its completions through our cache.
+"""Two steps of GRPO with TRL, whose trainer samples completions with a KVCache.
 
 pip install trl && python examples/trl/run.py
 """
@@ -18,7 +18,7 @@ PROMPTS = ["It was a dark night", "The old house by the river", "She said", "Onc
 
 
 def length(completions: list[str], **_: object) -> list[float]:
-    """A reward that needs no model: longer is better."""
+    """A reward without a model: longer is better."""
     return [float(len(text)) for text in completions]
 
 

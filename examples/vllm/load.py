@@ -1,4 +1,4 @@
-"""Clients on vLLM's server, for a while: python examples/vllm/load.py --format int8 --clients 64 --seconds 300
+"""Load test of vLLM's server: python examples/vllm/load.py --format int8 --clients 64 --seconds 300
 
 Starts a server of its own on loopback (never another) with the shipped model. Every client asks for one completion
 after the other through the OpenAI API, as a stream; a tenth of the requests are dropped in mid-stream. Exits with 1 if
@@ -30,7 +30,7 @@ BOOKS = str(ROOT / "assets" / "books-tiny")
 
 
 def metrics(port: int) -> dict[str, float]:
-    """Sums over labels."""
+    """Metrics summed over labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     found: Counter[str] = Counter()
@@ -40,13 +40,13 @@ def metrics(port: int) -> dict[str, float]:
 
 
 def resident(pid: int) -> float:
-    """MiB of a process and its children."""
+    """Memory of a process and its children in MiB."""
     process = psutil.Process(pid)
     return sum(x.memory_info().rss for x in [process, *process.children(recursive=True)]) / 2**20
 
 
 async def client(api: openai.AsyncOpenAI, seed: int, until: float, text: str, ended: Counter[str]) -> None:
-    """Half of the prompts begin alike."""
+    """Random prompts; half of them share a prefix."""
     dice = random.Random(seed)
     while time.monotonic() < until:
         at, most, gone = dice.randrange(len(text) - 4000), dice.randrange(16, 100), dice.random() < 0.1
@@ -85,7 +85,7 @@ async def load(port: int, pid: int, args: argparse.Namespace) -> tuple[Counter[s
 
 
 def settled(port: int, seconds: float = 30) -> dict[str, float]:
-    """The metrics, once nothing runs and waits."""
+    """The metrics, once no request is running or waiting."""
     end = time.monotonic() + seconds
     while True:
         now = metrics(port)

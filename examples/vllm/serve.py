@@ -20,7 +20,7 @@ from kvcompress.vllm.doctor import doctor
 
 
 def command(model: str, format: str | None, *more: str) -> list[str]:
-    """format: None for vLLM's own cache. SystemExit says what is in the way."""
+    """format: None for vLLM's own cache. Raises SystemExit with the reason if kvcompress cannot be used."""
     vllm = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     if format is None:
         return [*vllm, *more]
