@@ -1,4 +1,4 @@
-/* granular.h - dense tensors quantized by any granularity, without pages. */
+/* granular.h - quantization of dense tensors with any granularity, without pages. */
 #ifndef KVC_GRANULAR_H
 #define KVC_GRANULAR_H
 
@@ -11,12 +11,12 @@
 extern "C" {
 #endif
 
-/* What shares a scale, of [B, H, T, D]: everything; a head of all sequences; a token's heads; a row; a channel (dim of a
- * head) over all sequences and tokens; a number of dims of a row. */
+/* The elements of [B, H, T, D] that share a scale: all; a head over all sequences; a token over its heads; a row; a channel
+ * (dim of a head) over all sequences and tokens; a group of dims of a row. */
 enum kvc_by { KVC_BY_TENSOR, KVC_BY_HEAD, KVC_BY_TOKEN, KVC_BY_ROW, KVC_BY_CHANNEL, KVC_BY_GROUP, KVC_BYS };
-/* Where codes of fewer than 8 bits lie in a row, n = 8 / bits to a byte: byte j holds dims j, j + D/n, .. (lowest bits
- * first), or dims n*j, n*j + 1, .. with the first in the lowest bits, or in the highest. 3 bits: planes alone, the low
- * two bits of all dims, then their third. */
+/* Order of codes of fewer than 8 bits in a row, n = 8 / bits per byte: byte j holds dims j, j + D/n, .. (lowest bits
+ * first), or dims n*j, n*j + 1, .. with the first in the lowest bits, or in the highest. 3 bits: planes only, the low
+ * two bits of all dims, then the third bits. */
 enum kvc_packing { KVC_PACK_PLANES, KVC_PACK_LOW_FIRST, KVC_PACK_HIGH_FIRST, KVC_PACKINGS };
 
 enum kvc_scheme {
@@ -37,7 +37,7 @@ typedef struct kvc_grain {
     int64_t B, H, T, D; /* all at least 1 */
 } kvc_grain;
 
-/* Shapes that follow from a grain. */
+/* Shapes and sizes for a grain. */
 typedef struct kvc_grain_sizes {
     int64_t scales[4];         /* [B or 1, H or 1, T or 1, scales of a row]; zero points too */
     int64_t count;             /* of scales */
@@ -45,18 +45,18 @@ typedef struct kvc_grain_sizes {
     int64_t scale_bytes, dims; /* bytes of a scale (zero points have 2); dims that share one */
 } kvc_grain_sizes;
 
-/* NULL for a code that is no scheme. */
+/* NULL for an unknown code. */
 const kvc_scheme_info *kvc_scheme_get(int scheme);
-/* KVC_E_VALUE, with the reason, for a grain that does not exist. */
+/* KVC_E_VALUE, with the reason, for an invalid grain. */
 kvc_status kvc_grain_check(const kvc_grain *grain, kvc_grain_sizes *sizes);
 
-/* Quantizes x into contiguous codes [B, H, T, row_bytes], scales (fp16, or bits of e4m3 or e8m0) and fp16 zero points
- * (asymmetric schemes: the value of code 0). `scale` and `zero`: fp32 of the scales' shape to use instead of x's own,
- * rounded to what is stored, a zero scale for values that are all `zero`; else NULL. `factor` multiplies every scale
- * (nvfp4's second level; else 1). KVC_E_VALUE on NaN or Inf in x, before anything is written. */
+/* Quantizes x to contiguous codes [B, H, T, row_bytes], scales (fp16, or bits of e4m3 or e8m0) and fp16 zero points
+ * (asymmetric schemes: the value of code 0). `scale` and `zero`: NULL, or fp32 in the shape of the scales, used instead of
+ * those computed from x and rounded to the stored dtype; a scale of 0 makes all values `zero`. `factor` multiplies every
+ * scale (nvfp4's second level; else 1). KVC_E_VALUE for NaN or Inf in x, before anything is written. */
 kvc_status kvc_quantize_by(const kvc_grain *grain, const kvc_dense *x, const float *scale, const float *zero,
                            float factor, uint8_t *codes, uint8_t *scales, uint16_t *zeros, const kvc_exec *exec);
-/* Back to contiguous fp32 [B, H, T, D]. */
+/* Dequantizes to contiguous fp32 [B, H, T, D]. */
 kvc_status kvc_dequantize_by(const kvc_grain *grain, const uint8_t *codes, const uint8_t *scales, const uint16_t *zeros,
                              float factor, float *x, const kvc_exec *exec);
 

@@ -1,9 +1,9 @@
-/* prefix.h - the prefix index: sealed pages that prompts begin with, for whoever asks with the same tokens.
+/* prefix.h - the prefix index: sealed pages of prefixes, for prompts that begin with the same tokens.
  *
- * A chain is a root (the digest of all but the tokens that pages depend on: model, formats, policy, options, salt) and
- * tokens in steps of a page; link k is known by SHA-256 over the digest of link k-1 (or the root) and its own tokens.
- * Tokens are compared too: a collision of digests is a miss. Links hold a reference to each of their pages. The least
- * recently used chain ends go first; pinned ones never. Thread safe.
+ * A chain is a root (the digest of everything that pages depend on except tokens: model, formats, policy, options, salt) and
+ * tokens in steps of a page; the key of link k is SHA-256 over the digest of link k-1 (or the root) and its own tokens.
+ * Tokens are compared as well: a hash collision is a miss. Links hold a reference to each of their pages. The least
+ * recently used ends of chains are evicted first; pinned links never. Thread-safe.
  */
 #ifndef KVC_PREFIX_H
 #define KVC_PREFIX_H
@@ -28,51 +28,51 @@ typedef struct kvc_chain {
 } kvc_chain;
 
 typedef struct kvc_prefix_stats {
-    int64_t links, bytes, pinned;        /* held now; bytes: of their pages' slots */
+    int64_t links, bytes, pinned;        /* current; bytes: size of the slots of their pages */
     int64_t offloaded;                   /* links without pages */
-    int64_t hits, hit_tokens, hit_bytes; /* of kvc_prefix_take: calls that found something, and what */
+    int64_t hits, hit_tokens, hit_bytes; /* of kvc_prefix_take: calls that found links, their tokens and bytes */
     int64_t evicted, collisions;
 } kvc_prefix_stats;
 
 /* Holds at most `max_bytes` of pages and `max_links` links (0: any number). The pool is retained. */
 kvc_status kvc_prefix_new(kvc_pool *pool, int64_t max_bytes, int64_t max_links, kvc_prefix **out);
 void kvc_prefix_free(kvc_prefix *p);
-/* Adds the links that are missing; entries: [first_entries], then [later_entries] a link, which are referenced. *links:
- * how many of the chain are there afterwards. After KVC_E_MEMORY the chain may be shorter, never wrong. */
+/* Adds missing links. entries: [first_entries], then [later_entries] per link; adds references. *links: number of links of
+ * the chain afterwards. After KVC_E_MEMORY the chain may be shorter, but is valid. */
 kvc_status kvc_prefix_put(kvc_prefix *p, const kvc_chain *chain, const int64_t *entries, int64_t *links);
-/* Length in links of what is known of the chain; writes its entries, each with a reference for the caller. */
+/* Returns the number of known links of the chain; writes their entries, each with a reference for the caller. */
 int64_t kvc_prefix_take(kvc_prefix *p, const kvc_chain *chain, int64_t *entries);
-/* The same length; nothing is written or referenced, and nothing counted but collisions. */
+/* Returns the same number without writing or referencing entries; counts only collisions. */
 int64_t kvc_prefix_find(kvc_prefix *p, const kvc_chain *chain);
-/* Pins (by 1) or unpins (-1) what is known of the chain; its length in links. Unpinning what is not pinned does nothing. */
+/* Pins (by 1) or unpins (by -1) the known links of the chain; returns their number. Does not unpin below 0. */
 int64_t kvc_prefix_pin(kvc_prefix *p, const kvc_chain *chain, int by);
-/* Lets chain ends go until it holds at most so many bytes and links; pinned ones stay. */
+/* Evicts ends of chains until it holds at most `max_bytes` and `max_links`; pinned links stay. */
 void kvc_prefix_trim(kvc_prefix *p, int64_t max_bytes, int64_t max_links);
 
-/* Offloading. A link whose pages wait elsewhere is offloaded: it is known, and has none; nor has what hangs on it. To take, find
- * and pin its chain ends before it; put fills it. Links have ids, which never return. */
+/* Offloading. An offloaded link is known but has no pages; nor have its children. For take, find and pin the chain ends
+ * before it; put restores it. Ids of links are never reused. */
 typedef struct kvc_link_info {
-    int64_t id, n_entries, parent; /* parent: id of what it hangs on; 0: nothing */
+    int64_t id, n_entries, parent; /* parent: id of the parent; 0: none */
     uint8_t root[KVC_DIGEST];
     bool offloaded;
 } kvc_link_info;
-/* The least recently used link that is not pinned (here: nor offloaded). False if there is none. */
+/* The least recently used link that is not pinned (with `here`: nor offloaded). False if there is none. */
 bool kvc_prefix_oldest(kvc_prefix *p, bool here, kvc_link_info *found);
-/* Entries of a link, each with a reference for the caller. False if no link with pages, and with n of them, has this id. */
+/* Entries of a link, each with a reference for the caller. False unless the link exists and has n pages. */
 bool kvc_prefix_entries(kvc_prefix *p, int64_t id, int64_t n, int64_t *entries);
-/* Drops the pages of a link. False if it is pinned, offloaded, gone, or links with pages hang on it. */
+/* Drops the pages of a link. False if it does not exist, is pinned or offloaded, or has children with pages. */
 bool kvc_prefix_offload(kvc_prefix *p, int64_t id);
-/* A offloaded link has pages again, with references of its own. False if there is none such, or it hangs on a offloaded one. */
+/* Restores the pages of an offloaded link; adds references. False if it does not exist, or its parent is offloaded. */
 bool kvc_prefix_bring(kvc_prefix *p, int64_t id, int64_t n, const int64_t *entries);
-/* Forgets a link, offloaded or not. False if it is pinned, gone, or links hang on it. */
+/* Removes a link, offloaded or not. False if it does not exist, is pinned, or has children. */
 bool kvc_prefix_forget(kvc_prefix *p, int64_t id);
-/* Parked links of a chain, in order: ids [links that its tokens are enough for]; how many. */
+/* Offloaded links of a chain, in order: ids [number of links of its tokens]. Returns how many. */
 int64_t kvc_prefix_offloaded(kvc_prefix *p, const kvc_chain *chain, int64_t *ids);
 
 void kvc_prefix_get_stats(kvc_prefix *p, kvc_prefix_stats *stats);
-/* Tests: digests keep their first n bytes only; 0 to KVC_DIGEST. */
+/* For tests: shortens digests to their first n bytes; 0 to KVC_DIGEST. */
 void kvc_prefix_weaken(kvc_prefix *p, int bytes);
-/* Tests: checks every invariant. */
+/* For tests: checks every invariant. */
 kvc_status kvc_prefix_check(kvc_prefix *p);
 
 #ifdef __cplusplus

@@ -9,7 +9,7 @@
 typedef struct kvc_sha256 {
     uint32_t state[8];
     uint8_t block[64];
-    uint64_t bytes; /* taken in so far */
+    uint64_t bytes; /* added so far */
 } kvc_sha256;
 
 void kvc_sha256_begin(kvc_sha256 *h);

@@ -1,4 +1,4 @@
-/* transfer.h - pages between a pool and one piece of memory, with a checksum taken on the way. */
+/* transfer.h - copies pages between a pool and one block of memory, with a checksum. */
 #ifndef KVC_TRANSFER_H
 #define KVC_TRANSFER_H
 
@@ -11,18 +11,18 @@
 extern "C" {
 #endif
 
-/* A run of an arena; both are multiples of KVC_ALIGN. */
+/* A range of an arena; both are multiples of KVC_ALIGN. */
 typedef struct kvc_piece {
     int64_t offset, bytes;
 } kvc_piece;
 
-/* KVC_E_VALUE unless all pieces lie within the arena and together are `bytes` long. */
+/* KVC_E_VALUE unless all pieces are within the arena and have `bytes` bytes in total. */
 kvc_status kvc_pieces_check(const kvc_piece *pieces, int64_t n, int64_t arena_bytes, int64_t bytes);
-/* Copies the pieces, one behind the other, to `to`, or back from `from`; returns the checksum of the bytes: two sums of
- * 64-bit words, plain and weighted by place, in two lanes (Fletcher's). It finds damage, not malice. */
+/* Copies the pieces, concatenated, to `to`, or back from `from`. Returns the checksum of the bytes: two sums of 64-bit
+ * words, plain and weighted by position, in two lanes (Fletcher). It detects damage, not manipulation. */
 uint64_t kvc_gather(const uint8_t *arena, const kvc_piece *pieces, int64_t n, uint8_t *to);
 uint64_t kvc_scatter(uint8_t *arena, const kvc_piece *pieces, int64_t n, const uint8_t *from);
-/* The same checksum of bytes that stay where they are. */
+/* The same checksum, without a copy. */
 uint64_t kvc_checksum(const uint8_t *data, int64_t bytes);
 
 #ifdef __cplusplus
