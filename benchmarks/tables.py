@@ -84,8 +84,8 @@ def main() -> None:
             f"WikiText-2 test, {args.windows} windows, context 2,048 unless a row says otherwise, 256 tokens scored a "
             "window through the cache. How: [evaluation](evaluation.md).\n"]  # fmt: skip
     text += [section(tables) for tables in found.values()]
-    text += ["## Beside transformers' own quantized caches", "Same code, same windows; tasks: needles and "
-             "instructions, 3 contexts each. Bytes are all that each cache holds after 2,048 tokens.\n"]  # fmt: skip
+    text += ["## Comparison with transformers' quantized caches", "Same code, same windows; tasks: needles and "
+             "instructions, 3 contexts each. Bytes are the total size of each cache after 2,048 tokens.\n"]  # fmt: skip
     text += [peers(name, args.out, args.windows) for name in MODELS]
     (ROOT / "docs" / "evaluation-tables.md").write_text("\n".join(text))
 

@@ -263,12 +263,12 @@ def peers(found: dict) -> str:
     head = ["model", "transformers", "bits, sealed / held", "KL, WikiText-2 / book", "ours", "bits", "KL",
             "lowest KL of all of ours", "bits", "KL"]  # fmt: skip
     return (
-        "## Beside transformers' own quantized caches\nThe same run: groups of 64, along rows as their defaults are "
-        "for quanto and as transformers advises for HQQ (axis 1), and with the other axes (keys by channel for "
-        "quanto). Ours is the one of `int8`, `int4`, `int2` that takes at most as many sealed bits; behind it the "
-        "one of all rows above that has the lowest KL on WikiText-2 at no more of them. The models are "
-        "fp32, so their scales and shifts are too: in a bf16 model theirs take half a bit less. *Held* counts raw "
-        "tokens: up to 128 of theirs, 32 when this was measured; 64 to 128 and the sinks of ours.\n\n"
+        "## Comparison with transformers' quantized caches\nThe same run: groups of 64, along rows (the default of "
+        "quanto, and transformers' recommendation for HQQ, axis 1), and with the other axes (keys by channel for "
+        "quanto). *Ours* is the one of `int8`, `int4`, `int2` with at most as many sealed bits, then the format of all "
+        "rows above with the lowest KL on WikiText-2 and at most as many bits. The models are fp32, and so are "
+        "transformers' scales and shifts; with a bf16 model they take half a bit less. *Held* includes raw "
+        "tokens: up to 128 in transformers' caches (32 when this was measured); 64 to 128 and the sinks in ours.\n\n"
         + table(head, lines)
         + "\n"
     )
@@ -292,12 +292,12 @@ def published(found: dict) -> str:
     if not lines:
         return ""
     return (
-        "## Beside published methods\nRounded as their papers and code say "
+        "## Comparison with published methods\nRounding as in the papers and their code "
         "(`kvcompress.tools.evaluation.published`), read back in full precision, with the same raw sinks and newest "
-        "page as ours; all metadata counted, at heads of the model's dims. `quarot`: rotated, a token's range, clipped "
+        "page as ours; all metadata counted, for the model's head dims. `quarot`: rotated, range per token, clipped "
         "to 0.95. `kivi`: ranges of 32 tokens or channels. `turboquant`: MSE, K and V. `kvarn`: tiles of 128 or 64 "
-        "tokens. `kvquant`: 1% of outliers, K after RoPE, without Fisher weights, levels and ranges fitted to the "
-        "prompt itself. `oscar`: rotations measured on the texts that `cal2` is calibrated on. Ours has at most an "
+        "tokens. `kvquant`: 1% outliers, K after RoPE, without Fisher weights, levels and ranges fitted to the "
+        "prompt itself. `oscar`: rotations measured on the calibration texts of `cal2`. Ours has at most an "
         "eighth of a bit more: K's centroid at heads of 64.\n\n" + table(head, lines) + "\n"
     )
 

@@ -49,13 +49,13 @@ def picture(found: dict, path: Path, D: int = 128, B: int = 8) -> None:
 
 
 HEAD = """# Speed on a GPU
-Made by `make docs` from what `python benchmarks/gpu.py` left in `benchmarks/results`. {device}, torch {torch},
-CUDA {cuda}; calls in CUDA graphs, medians of 30, each over other memory than the one before; 32 query heads on 8 KV
+Made by `make docs` from the results of `python benchmarks/gpu.py` in `benchmarks/results`. {device}, torch {torch},
+CUDA {cuda}; calls in CUDA graphs, medians of 30, each on different memory than the call before; 32 query heads on 8 KV
 heads of 128 dims, bf16.
 
 ## Attention of a decode step
-Microseconds, and the share of the bandwidth that a plain read of memory has in the same run ({read:.0f} GB/s). Peers
-read bf16, but for FlashInfer's fp8 (0.6.13, pages of 64 tokens). x: not run.
+Microseconds, and the share of the bandwidth of a plain read of memory in the same run ({read:.0f} GB/s). Other systems
+read bf16, except for FlashInfer's fp8 (0.6.13, pages of 64 tokens). x: not run.
 
 """
 
@@ -98,11 +98,11 @@ def long_calls(rows: list[dict]) -> str:
 
 
 def generated(found: dict) -> str:
-    lines = ["| cache | MB | first token, ms | a token, ms | of transformers' |", "|---|---|---|---|---|"]
+    lines = ["| cache | MB | first token, ms | ms per token | relative to transformers' |", "|---|---|---|---|---|"]
     lines += [f"| {name} | {row['MB']:,.0f} | {row['first ms']:,.0f} | {row['ms']:.1f} | {row['of dynamic']:.2f} |"
               for name, row in found["rows"].items()]  # fmt: skip
     about = (f"{found['layers']} layers of Llama 3.1 8B's shape, a prompt of {found['prompt']:,} tokens, "
-             f"{found['tokens']} more, {found['turns']} turns that count.")  # fmt: skip
+             f"{found['tokens']} new tokens, {found['turns']} measured turns.")  # fmt: skip
     return about + "\n\n" + "\n".join(lines)
 
 
@@ -110,8 +110,8 @@ def page(found: dict) -> str:
     rows = found["rows"]
     read = max(row["GB/s"] for row in rows if row["name"] == "read")
     parts = [HEAD.format(read=read, **{key: found[key] for key in ("device", "torch", "cuda")}) + decode(rows),
-             "## Long calls\n2,048 tokens over 32,768 of one sequence: our kernels, torch's, and a whole layer, "
-             "by torch's\nkernels as it chooses, by each alone, and by ours.\n\n" + long_calls(rows)]  # fmt: skip
+             "## Long calls\n2,048 tokens over 32,768 of one sequence: our kernels, torch's, and a whole layer with "
+             "torch's kernels\n(by default, and each separately) and with ours.\n\n" + long_calls(rows)]  # fmt: skip
     for name, title in (
         ("generate-cuda", "`generate`, uncompiled"),
         ("generate-compiled-cuda", "`generate`, compiled to CUDA graphs"),
