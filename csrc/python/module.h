@@ -28,14 +28,14 @@ extern PyTypeObject *kvc_py_pool_type, *kvc_py_table_type;
 
 /* Sets the Python error of a failed core call; returns NULL. */
 PyObject *kvc_py_raise(kvc_status status);
-/* None, or that. */
+/* Returns None, or sets that error. */
 PyObject *kvc_py_done(kvc_status status);
 /* An array over memory that `base` (stolen) keeps alive; writable, for torch.from_numpy wants that. */
 PyObject *kvc_py_view(int nd, const npy_intp *size, int type, void *data, PyObject *base);
 /* New reference to `object` as a C-contiguous array of `type` and rank nd (< 0: any), or NULL with a TypeError or
  * ValueError that names `what`. No conversion: the dtype must be the one asked for. */
 PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd);
-/* Sets a ValueError that says how the array lies in memory. */
+/* Sets a ValueError that describes the memory layout of the array. */
 void kvc_py_refuse(const char *what, const char *wanted, PyArrayObject *array);
 
 /* 0, or -1 with a ValueError: the array shares no memory with the pool's arena, nor with the table's arrays (NULL: none). */

@@ -1,4 +1,4 @@
-/* module_evict.c - what drops tokens of a _C.Table, and gives it others: evictions, windows, restored pages. */
+/* module_evict.c - methods of _C.Table that drop or restore tokens: evictions, windows, restored pages. */
 #include "module.h"
 
 #include "keep.h"
@@ -25,7 +25,7 @@ PyObject *kvc_py_drop(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
     return status == KVC_OK ? PyLong_FromLongLong(dropped) : kvc_py_raise(status);
 }
 
-/* keep, formats (or None) -> (moves [n, 6], rows a sequence of the table that will be), or None if nothing changes */
+/* keep, formats (or None) -> (moves [n, 6], rows per sequence in the new table), or None if nothing changes */
 PyObject *kvc_py_plan_evict(kvc_py_table *self, PyObject *const *args, Py_ssize_t n_args)
 {
     PyArrayObject *keep = NULL, *formats = NULL;
@@ -112,7 +112,7 @@ PyObject *kvc_py_means(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
     return kvc_py_raise(status);
 }
 
-/* Arrays of a call, of which all or none are held; NULL for a None where that may be. */
+/* Arrays of a call: all are held or none. NULL for an optional None. */
 typedef struct taken {
     const char *name;
     int type, nd;

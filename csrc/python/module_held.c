@@ -1,5 +1,5 @@
-/* module_held.c - kvcompress._C.Held: the raw pages that an append seals, until the forward pass cannot fail any more.
- * In C, as its references must come and go at once: Ctrl-C may stop Python's code between any two calls. */
+/* module_held.c - kvcompress._C.Held: keeps the raw pages that an append seals until the forward pass has succeeded.
+ * In C, so that references change atomically: Ctrl-C can interrupt Python between any two calls. */
 #include "module.h"
 #include "page.h"
 
@@ -21,7 +21,7 @@ static int64_t *entry_at(const kvc_table *t, const cell *at)
     return &t->entries[(at->b * t->table_heads + at->h) * t->columns + at->c];
 }
 
-/* Does the table have a page in that cell? */
+/* True if the table has a page in that cell. */
 static bool there(const kvc_table *t, const cell *at)
 {
     return at->b < t->batch && at->h < t->table_heads && at->c < t->columns && *entry_at(t, at) != KVC_NONE;
@@ -56,7 +56,7 @@ static int64_t find_cells(const kvc_table *t, const int64_t *seals, int64_t n, c
     return count;
 }
 
-/* Takes what stood in the cells before the plan, in place of what the plan has sealed. */
+/* Holds the entries from before the plan for the cells that the plan has sealed. */
 static int take_before(cell *cells, int64_t n, PyArrayObject *before)
 {
     const npy_intp *size = PyArray_DIMS(before);
@@ -146,8 +146,8 @@ static PyObject *held_restore(py_held *self, PyObject *unused)
     const kvc_table *t = ((kvc_py_table *)self->table)->table;
     (void)unused;
     for (int64_t i = 0; i < self->n; i++)
-        if (!there(t, &self->cells[i])) Py_RETURN_NONE; /* cropped or reset meanwhile: nothing to put back */
-    for (int64_t i = 0; i < self->n; i++) {             /* the references go with the entries */
+        if (!there(t, &self->cells[i])) Py_RETURN_NONE; /* cropped or reset meanwhile: nothing to restore */
+    for (int64_t i = 0; i < self->n; i++) {             /* references move with the entries */
         int64_t *now = entry_at(t, &self->cells[i]), old = self->cells[i].entry;
         self->cells[i].entry = *now;
         *now = old;

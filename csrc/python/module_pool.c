@@ -154,7 +154,7 @@ static PyObject *pool_take(kvc_py_pool *self, PyObject *object)
     return kvc_py_raise(status);
 }
 
-/* One reference less to each slot of an int64 array of offsets, which are all checked first. */
+/* Drops one reference to each slot of an int64 array of offsets. All are checked first. */
 static PyObject *pool_drop(kvc_py_pool *self, PyObject *object)
 {
     PyArrayObject *offsets = kvc_py_array(object, "drop: offsets", NPY_INT64, 1);
@@ -162,7 +162,7 @@ static PyObject *pool_drop(kvc_py_pool *self, PyObject *object)
     npy_intp n = PyArray_DIM(offsets, 0), good = 0;
     const int64_t *from = PyArray_DATA(offsets);
     while (good < n && kvc_pool_refs(self->pool, from[good]) > 0) good++;
-    if (good == n) /* looked at again: one that is named twice may be gone by then */
+    if (good == n) /* checked again: a slot listed twice may already be free */
         for (good = 0; good < n && kvc_pool_refs(self->pool, from[good]) > 0; good++)
             kvc_pool_unref(self->pool, from[good]);
     if (good < n)

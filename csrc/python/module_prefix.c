@@ -42,7 +42,7 @@ static void prefix_dealloc(py_prefix *self)
 typedef struct chain_args {
     kvc_chain chain;
     PyArrayObject *tokens, *entries;
-    int64_t links; /* that the tokens are enough for */
+    int64_t links; /* number of full links in the tokens */
     int by;
 } chain_args;
 
@@ -148,7 +148,7 @@ static PyObject *prefix_trim(py_prefix *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* ---------------------------------------------------------------- links whose pages wait elsewhere */
+/* ---------------------------------------------------------------- links whose pages are offloaded */
 
 static PyObject *new_array(int64_t n)
 {

@@ -1,5 +1,5 @@
 /* module_step.c - Table.step: plan, attend and commit of an append that seals nothing, in one call, on torch's tensors as
- * DLPack's C exchange API describes them. What it does not take goes through the op `attend`, which says what is wrong.
+ * DLPack's C exchange API describes them. Calls that it does not support go through the op `attend`, which reports errors.
  *
  * Cost: behind a layer's weights neither torch's dispatcher nor our Python is in a cache. The op and the Python around it
  * then take as long as attention to thousands of tokens; see docs/decisions.md, 169. */
@@ -13,7 +13,7 @@
 
 #define MOST 1e38 /* of a scale or softcap, as kvcompress/checks.py has it */
 
-static PyTypeObject *tensor_type; /* torch.Tensor itself: a subclass may mean anything */
+static PyTypeObject *tensor_type; /* torch.Tensor itself: subclasses are not supported */
 static const kvc_dl_exchange *torch_api;
 
 PyObject *kvc_py_bind_tensors(PyObject *module, PyObject *type)
@@ -195,7 +195,7 @@ static kvc_status run(const kvc_table *table, kvc_attend_args *a, const float *c
     Py_END_ALLOW_THREADS return status;
 }
 
-/* (out, lse); the tensors are torch's now, whatever comes of it. */
+/* (out, lse). Torch owns the tensors from here on, also on failure. */
 static PyObject *hand_over(kvc_dl_managed *made[2])
 {
     PyObject *pair[2] = {NULL, NULL}, *result = NULL;
@@ -209,7 +209,7 @@ static PyObject *hand_over(kvc_dl_managed *made[2])
     Py_XDECREF(pair[0]);
     Py_XDECREF(pair[1]);
     if (result) return result;
-    PyErr_Clear(); /* torch's own word for it is a RuntimeError */
+    PyErr_Clear(); /* torch raises a RuntimeError instead */
     return PyErr_NoMemory();
 }
 
@@ -259,6 +259,6 @@ PyObject *kvc_py_step(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
     drop(&made[1]);
     if (status != KVC_OK) return kvc_py_raise(status);
     if (planned) return result;
-    PyErr_Clear(); /* of an allocation: the op says what is wrong */
+    PyErr_Clear(); /* of an allocation: the op reports it */
     Py_RETURN_NONE;
 }

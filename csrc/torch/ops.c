@@ -1,4 +1,4 @@
-/* ops.c - the schema table, and the way from torch's stack to C and back. */
+/* ops.c - the schema table, and conversion between torch's stack and C. */
 #include "ops.h"
 #include "base/status.h"
 
@@ -99,9 +99,9 @@ const kvc_exec kvc_op_exec = {run_parallel};
 
 const char *kvc_ops_bind(const char *path)
 {
-    static TorchLibraryHandle definitions, implementations, on_gpu; /* must live as long as the process */
+    static TorchLibraryHandle definitions, implementations, on_gpu; /* must outlive all calls: never freed */
     static const char *outcome;
-    if (definitions) return outcome; /* a namespace is defined once, whatever came of it */
+    if (definitions) return outcome; /* a namespace is defined only once, also after a failure */
     const char *missing = kvc_shim_bind(path);
     if (missing) return missing;
     const int32_t types[KVC_T_OTHER] = {kvc_torch.aoti_torch_dtype_float32(),  kvc_torch.aoti_torch_dtype_float16(),
@@ -167,7 +167,7 @@ static int64_t bytes_of(kvc_scalar type)
                                                     : 2;
 }
 
-/* First byte and last of a tensor; what lies between them may be another's. */
+/* First and last byte of a tensor. Bytes in between may belong to another tensor. */
 static void span_of(const kvc_tensor *t, uintptr_t *first, uintptr_t *last)
 {
     int64_t elements = 1;
@@ -238,7 +238,7 @@ void kvc_op_run(const kvc_op *op, StableIValue *stack)
             kvc_op_delete(frame.out[i]);
         } else {
             stack[i] = (StableIValue)(uintptr_t)frame.out[i];
-            atomic_fetch_sub(&handles, 1); /* torch's now */
+            atomic_fetch_sub(&handles, 1); /* owned by torch now */
         }
     }
     if (status != KVC_OK) raise(op->name, status);

@@ -1,4 +1,4 @@
-/* ops.h - how a boxed kernel meets its arguments. The stack owns what it holds: kvc_op_run takes the input handles,
+/* ops.h - arguments of a boxed kernel. The stack owns what it holds: kvc_op_run takes the input handles,
  * frees them whatever happens, and hands over the outputs or raises. */
 #ifndef KVC_OPS_H
 #define KVC_OPS_H
@@ -21,7 +21,7 @@ typedef enum kvc_scalar {
     KVC_T_OTHER
 } kvc_scalar;
 
-/* A tensor argument; of an empty tensor only its sizes mean anything. */
+/* A tensor argument. For an empty tensor only the sizes are meaningful. */
 typedef struct kvc_tensor {
     void *data;
     int64_t dim, numel;
@@ -31,7 +31,7 @@ typedef struct kvc_tensor {
 
 typedef struct kvc_frame {
     const struct kvc_op *op;
-    kvc_tensor tensor[KVC_OP_ARGS]; /* by position in the schema; scalars leave a hole */
+    kvc_tensor tensor[KVC_OP_ARGS]; /* by position in the schema; unset for scalars */
     int64_t integer[KVC_OP_ARGS];
     double real[KVC_OP_ARGS];
     AtenTensorHandle out[KVC_OP_OUTS];
@@ -47,9 +47,9 @@ typedef struct kvc_op {
     kvc_status (*run)(kvc_frame *frame);
 } kvc_op;
 
-/* Defines and registers every op with the libtorch at `path`; again is harmless. NULL on success, else the reason. */
+/* Defines and registers every op with the libtorch at `path`; Idempotent. NULL on success, else the reason. */
 const char *kvc_ops_bind(const char *path);
-/* Tensor handles that are held now; 0 between calls. */
+/* Number of tensor handles held; 0 between calls. */
 int64_t kvc_ops_handles(void);
 
 void kvc_op_run(const kvc_op *op, StableIValue *stack);
@@ -71,8 +71,8 @@ kvc_status kvc_op_dense(const kvc_frame *frame, int i, const char *name, kvc_den
 /* ops_cuda.c: finds the functions of the CUDA library at `library`, and torch's in the libtorch_cuda that is loaded from
  * `path`. NULL on success, else what is missing. */
 const char *kvc_cuda_bind(const char *path, const char *library);
-/* What kernels on device `index` found wrong since the last time (bits of kvc_cuda_flag), or -1: no kernels; waits for the
- * device. */
+/* Error flags (kvc_cuda_flag) that kernels on device `index` have set since the last call, or -1 without kernels. Waits for
+ * the device. */
 kvc_status kvc_gpu_found(int index, int64_t *found);
 /* The core's functions of these names, on the frame's GPU. */
 /* seen, counters: of attend_step, else NULL. */

@@ -1,9 +1,9 @@
-/* ops_attend.c - read, score_tokens and attend. Shapes that must agree are checked here; what the pages say, in the core. */
+/* ops_attend.c - read, score_tokens and attend. Shapes are checked here, page contents in the core. */
 #include "base/alloc.h"
 #include "ops.h"
 #include "base/status.h"
 
-/* Arguments at.. are arena, table, rows, slots; fills all of the store but the dims and the page geometry. */
+/* Arguments at.. are arena, table, rows, slots; fills the store except dims and page geometry. */
 static kvc_status take_store(const kvc_frame *f, int at, kvc_store *s)
 {
     const kvc_tensor *arena = &f->tensor[at], *table = arena + 1, *rows = arena + 2, *slots = arena + 3;

@@ -1,5 +1,5 @@
-/* attend_work.h - private to attend*.c: how a call is cut into items, and what one worker needs for an item of (sequence, KV
- * head, block of queries, run of columns). */
+/* attend_work.h - private to attend*.c: how a call is split into items (sequence, KV head, block of queries, run of
+ * columns), and the state of a worker. */
 #ifndef KVC_ATTEND_WORK_H
 #define KVC_ATTEND_WORK_H
 
@@ -20,7 +20,7 @@ typedef struct kvc_job {
     int64_t columns;                           /* of the longest sequence */
     int64_t items;
     int64_t together; /* heads whose items lie side by side in the order in which workers take them (attend_order.c) */
-    atomic_llong *next; /* how many of that order are taken */
+    atomic_llong *next; /* items of that order already claimed */
     /* For the mass (see attend_mass.c): room of every block where blocks have several runs, and sums over blocks. */
     kvc_kept kept;
     int64_t kept_width;
@@ -38,7 +38,7 @@ typedef struct kvc_place {
     int64_t stored_columns;    /* of them; then own ones in pages of their own */
 } kvc_place;
 
-/* A page as an item meets it. */
+/* A page as seen by an item. */
 typedef struct kvc_view {
     int64_t item, column, lane; /* lane: group % together */
     bool last;                  /* of the item's pages; an item without pages has one that holds nothing */
@@ -46,7 +46,7 @@ typedef struct kvc_view {
     int64_t entry;    /* of stored columns */
     const uint8_t *data;
     int key, value;
-    int64_t page_size; /* that it is laid out for */
+    int64_t page_size; /* of its layout */
     kvc_layout layout;
 } kvc_view;
 
@@ -60,7 +60,7 @@ typedef struct kvc_latent {
     float *tile;      /* a tile of rows */
     float *mean_room; /* [Dk] */
     uint8_t *room[2], *meta;
-    bool packed, rotary_packed; /* instead of all that: */
+    bool packed, rotary_packed; /* used instead of the fields above: */
     kvc_panel keys, rotary_keys, sums;
     uint8_t *panel_room[3];
 } kvc_latent;
@@ -80,7 +80,7 @@ typedef struct kvc_work {
     kvc_latent latent;
 } kvc_work;
 
-/* Items of so many heads a worker interleaves. */
+/* Number of heads whose items a worker interleaves. */
 enum { KVC_TOGETHER = 8 };
 /* Floats of a worker's block for n items at a time; with a block, cuts it up. What a page needs they share. */
 int64_t kvc_work_lay_out(kvc_work *w, int64_t n, const kvc_job *job, float *block);
@@ -97,7 +97,7 @@ bool kvc_in_sight(const kvc_place *p, const kvc_view *v);
  * sees any). */
 bool kvc_all_seen(const kvc_place *p, const kvc_view *v);
 bool kvc_look(const kvc_place *p, const kvc_view *v, int64_t r0, int64_t n, uint64_t bits[][KVC_WORDS], int64_t *sees);
-/* Moves p to an item, none of a sequence before the one where it is. */
+/* Moves p to an item of the same or a later sequence. */
 void kvc_place_at(kvc_place *p, int64_t item);
 
 /* attend_order.c: the pages of the items that a worker takes, in the order in which they are attended to, and KVC_AHEAD more,
@@ -113,7 +113,7 @@ typedef struct kvc_ahead {
     int64_t page;
 } kvc_ahead;
 void kvc_ahead_begin(kvc_ahead *x, const kvc_job *job, int64_t share);
-/* The next page, n = 0 if there is nothing to do for it; NULL after the last item. distance: bytes from it to the page whose
+/* The next page (n = 0: nothing to do); NULL after the last item. distance: bytes from it to the page whose
  * codes its kernels prefetch, laid out the same; 0: none. */
 const kvc_view *kvc_ahead_next(kvc_ahead *x, ptrdiff_t *distance);
 
@@ -124,7 +124,7 @@ void kvc_work_begin(kvc_work *w, int64_t item);
 void kvc_latent_lay_out(kvc_work *w, float *block, int64_t *used);
 void kvc_latent_begin(kvc_work *w, const kvc_side *key, const kvc_side *value, int64_t n);
 void kvc_latent_add_mean(const kvc_work *w, const float *p, int64_t ld, int64_t rows, int64_t n, float *o);
-/* Cuts `floats` floats (a multiple of 16) off the workspace; only counts while there is none. */
+/* Takes `floats` floats (a multiple of 16) from the workspace; only counts them while there is none. */
 float *kvc_cut(float *block, int64_t *used, int64_t floats);
 
 /* Kernels for panels of latents, if the block has rows enough to pack for and the level nothing better. */

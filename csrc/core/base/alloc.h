@@ -1,4 +1,4 @@
-/* alloc.h - the one allocator of the core; tests can make the n-th call fail. */
+/* alloc.h - the only allocator of the core. Tests can make the n-th call fail. */
 #ifndef KVC_ALLOC_H
 #define KVC_ALLOC_H
 

@@ -1,10 +1,10 @@
-/* status.h - how core functions fail: a status code upward, a text in this thread. */
+/* status.h - error reporting of the core: a status code, and a thread-local message. */
 #ifndef KVC_STATUS_H
 #define KVC_STATUS_H
 
 #include "kvc.h"
 
-/* Stores the text ("expected ..., got ...; hint") and returns `status`. */
+/* Stores the message ("expected ..., got ...; hint") and returns `status`. */
 kvc_status kvc_fail(kvc_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 #define KVC_TRY(call)                                                                                                  \

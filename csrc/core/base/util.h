@@ -1,4 +1,4 @@
-/* util.h - integer arithmetic that every room uses. */
+/* util.h - integer arithmetic. */
 #ifndef KVC_UTIL_H
 #define KVC_UTIL_H
 

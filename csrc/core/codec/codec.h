@@ -8,20 +8,20 @@
 
 #include <string.h>
 
-/* One side of one page to read: where its tiles and metadata lie. */
+/* One side of one page, read-only: addresses of its tiles and metadata. */
 typedef struct kvc_side {
     int format, key; /* key = 1: K side */
     int64_t dim, page_size;
     const uint8_t *tiles, *meta;
 } kvc_side;
 
-/* The same to write. */
+/* The same, writable. */
 typedef struct kvc_room {
     int format, key;
     int64_t dim, page_size;
     uint8_t *tiles, *meta;
-    bool stream;           /* written past the caches: more is written now than they hold. A fence must follow */
-    const float *feedback; /* of a head, see kvc_attend_feedback; NULL: each number gets its nearest level */
+    bool stream;           /* non-temporal stores, for output larger than the caches. A fence must follow */
+    const float *feedback; /* one head of kvc_attend_feedback; NULL: round to nearest */
 } kvc_room;
 
 /* The side of the page at `page`. */
@@ -30,7 +30,7 @@ kvc_side kvc_page_side(const uint8_t *page, int key_side, int key, int value, in
 kvc_room kvc_page_room(uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
                        int64_t page_size);
 
-/* What a page is encoded from: a raw page's side, or (raw NULL) rows of `dtype`, each where it lies. */
+/* Input of an encode: one side of a raw page, or (raw NULL) one pointer per row of `dtype`. */
 typedef struct kvc_source {
     const kvc_side *raw;
     const uint8_t *const *row; /* [page_size] */

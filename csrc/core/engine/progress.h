@@ -1,4 +1,4 @@
-/* progress.h - in which parts a call appends to a sequence of an engine's. Also included by CUDA. */
+/* progress.h - how a call that appends to an engine's sequence is split into parts. Also included by CUDA. */
 #ifndef KVC_PROGRESS_H
 #define KVC_PROGRESS_H
 
@@ -6,19 +6,19 @@
 
 #include <stdbool.h>
 
-/* How far a sequence has come: tokens, and those of them in sealed pages. */
+/* Progress of a sequence: tokens, and tokens in sealed pages. */
 typedef struct kvc_progress {
     int64_t stored, sealed;
 } kvc_progress;
 
-/* Where a call leads it: tokens behind the call, those in sealed pages then, tokens of a page, residual pages. */
+/* Target of a call: tokens after it, tokens in sealed pages after it, tokens per page, residual pages. */
 typedef struct kvc_leads {
     int64_t end, last, page, ring;
     bool in_place; /* no pages are sealed */
 } kvc_leads;
 
-/* To the end of its next part; false: of the last. A part ends where new tokens would fall on residual pages that are still
- * to be sealed; there are two at most. */
+/* Advances to the end of the next part; false if it was the last. A part ends where new tokens would overwrite residual
+ * pages that are not sealed yet. There are at most two parts. */
 KVC_INLINE bool kvc_progress_on(const kvc_leads *to, kvc_progress *at)
 {
     int64_t stop = to->end;

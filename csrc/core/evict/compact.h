@@ -1,4 +1,4 @@
-/* compact.h - private to compact*.c: the moves of a call, a copy that passed the checks. */
+/* compact.h - private to compact*.c: checked copy of the moves of a call. */
 #ifndef KVC_COMPACT_H
 #define KVC_COMPACT_H
 
@@ -16,9 +16,10 @@ kvc_status kvc_moves_take(kvc_moves *m, const kvc_store *store, const kvc_move *
 void kvc_moves_by_line(kvc_moves *m);
 void kvc_moves_free(kvc_moves *m);
 
-/* Can a token of this side go from page to page in its codes? */
+/* True if a token of this side can move between pages as codes. */
 bool kvc_move_as_it_is(int64_t from, int64_t to, int key);
-/* Needs this side of a run's page no encoding? If some of its tokens do, the others' codes are copied over what was encoded. */
+/* True if this side of a run's page needs no encoding. Where only some tokens need it, the page is encoded and the codes of
+ * the others are then copied over the result. */
 bool kvc_run_as_it_is(const kvc_moves *m, int64_t run, int key);
 
 #endif

@@ -1,4 +1,4 @@
-/* attend_kernels.h - attention kernels that the level tables point to, and how the vector levels cut their work. */
+/* attend_kernels.h - attention kernels of the level tables, and how the vector levels tile their work. */
 #ifndef KVC_ATTEND_KERNELS_H
 #define KVC_ATTEND_KERNELS_H
 
@@ -7,10 +7,10 @@
 
 #include <math.h>
 
-/* levels * the sum of a row's weights; wraps where NaN among them has made rubbish of it. */
+/* levels * the sum of a row's weights; wraps if the weights contain NaN. */
 static inline int32_t kvc_times(int32_t levels, int32_t sum) { return (int32_t)((uint32_t)levels * (uint32_t)sum); }
 
-/* Codes of 4 bits that stand for levels of Lloyd's: as BITS of a kernel. */
+/* BITS of a kernel for 4-bit codes of Lloyd-Max levels. */
 #define KVC_LLOYD4 20
 /* Those levels (kvc_lloyd_level), and 128: as int8's codes. */
 static const uint8_t kvc_lloyd4_codes[16] = {1, 32, 53, 70, 84, 97, 110, 122, 134, 146, 159, 172, 186, 203, 224, 255};
@@ -53,7 +53,7 @@ kvc_affine_fn kvc_avx2_affine, kvc_avxvnni_affine, kvc_avx512_affine;
 kvc_qk_affine_fn kvc_avx2_qk_affine, kvc_avxvnni_qk_affine, kvc_avx512_qk_affine;
 kvc_pv_affine_fn kvc_avx2_pv_affine, kvc_avxvnni_pv_affine, kvc_avx512_pv_affine;
 extern const kvc_panel_kernels kvc_avx512_panel;
-/* What all levels on AVX-512 have in common. Behind mass.h. */
+/* Shared by all AVX-512 levels. Include after mass.h. */
 #define KVC_AVX512_TABLE                                                                                               \
     .encode = kvc_avx512_encode, .rotate = kvc_avx512_rotate, .limbs = kvc_avx512_limbs,                               \
     .softmax = kvc_avx512_softmax, .factors = kvc_avx512_factors, .keep = kvc_keep, .sum_rows = kvc_sum_rows,          \

@@ -1,11 +1,11 @@
-/* kernels.h - codec kernels that the level tables point to (see kvc_kernels in dispatch.h). What kvc_format_check lets
- * through is all that they take: dim a multiple of 16 up to KVC_MAX_DIM. */
+/* kernels.h - codec kernels of the level tables (see kvc_kernels in dispatch.h). Arguments must pass kvc_format_check:
+ * dim is a multiple of 16 up to KVC_MAX_DIM. */
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H
 
 #include "base/dispatch.h"
 
-/* Blocks of a row that are rotated: the largest power of two that divides dim. */
+/* Block size of the rotation of a row: the largest power of two that divides dim. */
 static inline int64_t kvc_block(int64_t dim) { return dim & -dim; }
 
 void kvc_scalar_encode(int format, float *rows, int64_t n, int64_t dim, const float *feedback, uint8_t *codes,

@@ -9,14 +9,14 @@
 #include <pthread.h>
 #define UNIT ((int64_t)1 << 20) /* of a pool with a reservation of its own */
 
-/* Slots of a slab are in use (refs > 0), free and hot, free and cold (given back), or never used (>= bump). */
+/* Slots of a slab are in use (refs > 0), free and resident (hot), free and released (cold), or never used (>= bump). */
 typedef struct slab {
     int64_t first_unit, units;
     int32_t class_index;
-    bool huge;                 /* it asked for huge pages */
+    bool huge;                 /* huge pages were requested */
     int32_t slots, bump, live; /* bump: slots below were used before; live is 0 in pools that keep memory only */
     int32_t hot, cold;         /* heads of the free lists, LIST_END */
-    int32_t next, previous;    /* slabs of the class with room */
+    int32_t next, previous;    /* slabs of the class with free slots */
     uint32_t *refs;            /* [slots] */
     int32_t *link;             /* [slots] free lists */
 } slab;
@@ -24,18 +24,18 @@ typedef struct slab {
 typedef struct size_class {
     int64_t slot_bytes;
     int64_t slots, live; /* of all its slabs */
-    int32_t room;        /* list of slabs with room */
+    int32_t room;        /* list of slabs with free slots */
     int32_t hot;         /* free hot slots */
 } size_class;
 
 struct kvc_pool {
     uint8_t *base;
-    const kvc_space *space; /* that it shares, or NULL: base is a reservation of its own */
+    const kvc_space *space; /* shared space, or NULL: base is a reservation of its own */
     int64_t unit, reserved, extent, resident, used, slots;
     int64_t held;        /* bytes that slabs cover */
-    int64_t limit;       /* of the extent, or of what is held of a shared space */
-    int64_t system_page; /* bytes that the system gives and takes at least */
-    int64_t expected;    /* bytes of new slots that the caller will write at once */
+    int64_t limit;       /* on the extent, or on the bytes held of a shared space */
+    int64_t system_page; /* system page size in bytes */
+    int64_t expected;    /* bytes of new slots that the caller is about to write */
     int64_t keep;        /* free bytes that stay resident: see kvc_pool_keep */
     bool full;           /* the last allocation found no units */
     slab **slabs;        /* [capacity] NULL where none */
@@ -44,9 +44,9 @@ struct kvc_pool {
     int64_t class_capacity, slab_capacity;
     kvc_unit *unit_slab; /* [units] slab that covers a unit, or LIST_END; of a shared space, others' too */
     atomic_llong owners;
-    pthread_mutex_t lock; /* of all of the above: tables, prefixes and movers of several threads share a pool */
+    pthread_mutex_t lock; /* protects all of the above: tables, prefixes and movers of several threads share a pool */
     kvc_reclaimer *reclaimers;
-    pthread_mutex_t reclaim_lock; /* of these; taken before theirs, and those before `lock` */
+    pthread_mutex_t reclaim_lock; /* protects the reclaimers; lock order: this, a reclaimer's lock, `lock` */
 };
 
 static inline void enter(const kvc_pool *pool) { pthread_mutex_lock((pthread_mutex_t *)&pool->lock); }
@@ -60,7 +60,7 @@ static inline int64_t touched(const kvc_pool *pool, const slab *s)
     return round_up(s->bump * pool->classes[s->class_index].slot_bytes, pool->system_page);
 }
 
-/* Is there no more free memory than shall stay? */
+/* True if free resident memory is within `keep`. */
 static inline bool keeps(const kvc_pool *pool) { return pool->keep && pool->resident - pool->used <= pool->keep; }
 
 static inline bool has_room(const slab *s) { return s->hot != LIST_END || s->cold != LIST_END || s->bump < s->slots; }
@@ -75,18 +75,18 @@ static inline int64_t slot_at(const kvc_pool *pool, const slab *s, int32_t slot)
     return s->first_unit * pool->unit + slot * pool->classes[s->class_index].slot_bytes;
 }
 
-/* May an empty slab go? Of small ones as much stays, while slots of the class are in use, as makes a large one. */
+/* True if an empty slab may be freed. While slots of the class are in use, small slabs worth one large slab are kept. */
 bool kvc_units_may_go(const kvc_pool *pool, const slab *s);
-/* Units of a slot, and of the next slab of a class. */
+/* Units per slot, and units of the next slab of a class. */
 int64_t kvc_units_of(const kvc_pool *pool, int64_t bytes);
 int64_t kvc_units_of_slab(const kvc_pool *pool, const size_class *c);
-/* Finds a place for the slab; first_unit is -1 where there is none. In a shared space it is the pool's then. */
+/* Finds units for the slab; first_unit is -1 if there are none. In a shared space the units are then the pool's. */
 kvc_status kvc_units_place(kvc_pool *pool, slab *s);
-/* Makes what is below `extent` accessible. */
+/* Makes memory below `extent` accessible. */
 kvc_status kvc_units_reach(kvc_pool *pool, int64_t extent);
-/* A place that was found is not taken. */
+/* Returns units that were found and are not used. */
 void kvc_units_back(kvc_pool *pool, const slab *s);
-/* The slab is no more: its memory and its units go back. */
+/* Frees the slab, its memory and its units. */
 void kvc_units_give(kvc_pool *pool, const slab *s);
 
 #endif

@@ -1,11 +1,11 @@
-/* reclaim.h - who holds pages of a pool that it can do without: the prefix index. */
+/* reclaim.h - callbacks that free pages when a pool is full. The prefix index registers one. */
 #ifndef KVC_RECLAIM_H
 #define KVC_RECLAIM_H
 
 #include "kvc.h"
 
-/* `give` lets some pages go and tells whether there were any. It is called by the thread that finds the pool full, which
- * holds no lock of the pool; it must not allocate from it. */
+/* `give` frees some pages and returns whether there were any. The thread that finds the pool full calls it and holds no
+ * lock of the pool. It must not allocate from the pool. */
 typedef struct kvc_reclaimer {
     bool (*give)(void *owner);
     void *owner;
@@ -13,9 +13,9 @@ typedef struct kvc_reclaimer {
 } kvc_reclaimer;
 
 void kvc_pool_add_reclaimer(kvc_pool *pool, kvc_reclaimer *r);
-/* Waits for calls that are under way. */
+/* Waits for running calls. */
 void kvc_pool_remove_reclaimer(kvc_pool *pool, kvc_reclaimer *r);
-/* Asks one after the other until one gives; did any? */
+/* Calls the reclaimers in turn until one frees pages; returns whether one did. */
 bool kvc_pool_reclaim(kvc_pool *pool);
 
 #endif

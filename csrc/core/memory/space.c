@@ -111,7 +111,7 @@ static kvc_status extend(int order, bool *room)
     KVC_CHECK(!kvc_alloc_must_fail() && use(all.space.unit_slab, sizeof(kvc_unit), from, to) &&
                   use(all.blocks, sizeof(block), from, to) &&
                   kvc_system_use(all.space.base + from * SPACE_UNIT, (to - from) * SPACE_UNIT),
-              KVC_E_MEMORY, "out of memory: the system gives no %lld bytes to the pool; evict or use a smaller format",
+              KVC_E_MEMORY, "out of memory: the system refused %lld bytes for the pool; evict or use a smaller format",
               (long long)((to - from) * SPACE_UNIT));
     for (int64_t u = from; u < to; u++) {
         atomic_store_explicit(&all.space.unit_slab[u], LIST_END, memory_order_relaxed);

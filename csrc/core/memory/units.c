@@ -79,7 +79,7 @@ kvc_status kvc_units_reach(kvc_pool *pool, int64_t extent)
         return KVC_OK;
     }
     KVC_CHECK(!kvc_alloc_must_fail() && kvc_system_use(pool->base + pool->extent, more), KVC_E_MEMORY,
-              "out of memory: the system gives no %lld bytes to the pool; evict or use a smaller format",
+              "out of memory: the system refused %lld bytes for the pool; evict or use a smaller format",
               (long long)more);
     mark(pool, pool->extent / UNIT, extent / UNIT, LIST_END);
     pool->extent = extent;

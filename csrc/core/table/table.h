@@ -5,7 +5,7 @@
 #include "base/alloc.h"
 #include "base/util.h"
 
-/* One cell that a plan changed. The table owns a reference to `now`; the plan holds the one to `before`. */
+/* One cell that a plan changed. The table owns the reference to `now`, the plan the one to `before`. */
 typedef struct kvc_change {
     int64_t cell, before;
 } kvc_change;
@@ -17,25 +17,25 @@ struct kvc_plan {
     uint8_t *real;  /* [B, T] or NULL */
     int64_t *seals; /* [n_seals, 2] */
     kvc_change *changes;
-    int32_t *slots; /* sidecar that commit puts in place, or NULL */
+    int32_t *slots; /* sidecar that commit installs, or NULL */
     int64_t slot_capacity;
-    float *scores; /* as slots */
+    float *scores; /* the same for scores */
     int64_t score_capacity;
     int64_t n_seals, seal_capacity, n_changes, change_capacity;
 };
 
-/* table_plan.c, table_evict_plan.c: what was planned takes place, or never was. For kvc_table_commit and _rollback. */
+/* table_plan.c, table_evict_plan.c: apply or undo a plan. For kvc_table_commit and _rollback. */
 void kvc_append_end(kvc_table *table, bool commit);
 void kvc_eviction_end(kvc_table *table, bool commit);
 
 /* A counted array of `count` elements. */
 kvc_status kvc_array_new(int64_t count, int64_t size, void *out);
 void kvc_table_release_arrays(kvc_table *table);
-/* KVC_E_VALUE while an append or eviction is under way. */
+/* KVC_E_VALUE while an append or eviction is in progress. */
 kvc_status kvc_table_no_plan(const kvc_table *table, const char *what);
 /* Bytes of the pages that an entry names at column c in the given formats. */
 int64_t kvc_group_bytes(const kvc_table *table, int64_t c, int key, int value);
-/* Formats that column c is sealed in. */
+/* Formats in which column c is sealed. */
 kvc_span kvc_table_sealed(const kvc_table *table, int64_t c);
 /* Lines of the table (a row of entries each), and the heads that an entry names. */
 static inline int64_t kvc_lines(const kvc_table *t) { return t->batch * t->table_heads; }
