@@ -211,7 +211,7 @@ def test_replays_wait_as_was_encoded():
     assert replay.cycles(waits, [[0, 1]]) == 2
 
 
-def stored(text, words, parameters=(0x210, 64)):
+def stored(text, words, parameters=(0x210, 64), behind=b""):
     """What a program of 32 lanes leaves in R4.., of each lane `words` (a power of two)."""
     out = np.zeros((32, words), np.uint32)
     at = out.ctypes.data
@@ -223,7 +223,12 @@ def stored(text, words, parameters=(0x210, 64)):
         """
     width = {1: "", 2: ".64", 4: ".128"}[words]
     end = f"\nSTG.E{width} desc[UR4][R2.64], R4\nEXIT"
-    run(start + text + end, argument=bytes(ctypes.c_uint64(at)), regions=[(at, out.nbytes)], parameters=parameters)
+    run(
+        start + text + end,
+        argument=bytes(ctypes.c_uint64(at)) + behind,
+        regions=[(at, out.nbytes)],
+        parameters=parameters,
+    )
     return out
 
 
@@ -316,3 +321,37 @@ def test_lanes_that_part_meet_where_they_said():
     assert (stored(text.format("", leaves), 1).ravel() == np.where(np.arange(32) == 3, 0, 100)).all()
     with pytest.raises(Fault, match="different places"):  # one waits elsewhere for all, who wait for it
         stored(text.format("", "@P1 WARPSYNC.ALL\n        "), 1)
+
+
+def test_an_end_of_some_lanes():
+    """Both its guard and its operand must hold."""
+    text = """ISETP.GE.AND P0, PT, R0, 0x5, PT
+        ISETP.GE.AND P1, PT, R0, 0x9, PT
+        MOV R4, 0x7
+        @P0 EXIT !P1"""
+    assert (stored(text, 1).ravel() == np.where(np.arange(32) // 9 == 0, 7 * (np.arange(32) < 5), 7)).all()
+
+
+def test_generic_addresses():
+    """Of a parameter, of local and of shared memory, as LD and ST take them; where each architecture keeps them."""
+    text = """{}
+        LD.E R4, desc[UR4][R8.64+{}]
+        S2R R11, SR_SWINHI
+        IMAD.SHL.U32 R10, R0, 0x4, RZ
+        ST.E desc[UR4][R10.64], R0
+        LDS R5, [R10]
+        IADD3 R12, P0, R1, c[0x0][{}], RZ
+        IADD3.X R13, RZ, c[0x0][{}], RZ, P0, !PT
+        STL [R1], R10
+        LD.E R6, desc[UR4][R12.64]
+        ST.E desc[UR4][R12.64], R5
+        LDL R7, [R1]"""
+    for at, constants, offset, local in ((0x160, 0x40, 0x160, 0x20), (0x210, 0x198, 0, 0x20), (0x380, 0x348, 0, 0x2F8)):
+        begin = f"MOV R1, 0x40\nMOV R8, c[0x0][{constants:#x}]\nMOV R9, c[0x0][{constants + 4:#x}]"
+        got = stored(text.format(begin, f"{offset + 8:#x}", f"{local:#x}", f"{local + 4:#x}"), 4, (at, 64), b"abcdefgh")
+        lanes = np.arange(32)
+        assert (got == np.stack([lanes * 0 + 0x64636261, lanes, 4 * lanes, lanes], 1)).all()
+    bad = "MOV R8, c[0x0][0x198]\nMOV R9, c[0x0][0x19c]\n"
+    for then in ("ST.E desc[UR4][R8.64], RZ", "LD.E R4, desc[UR4][R8.64+0x1000]"):
+        with pytest.raises(Fault, match="out of bounds: .* of constants"):
+            run(bad + then + "\nEXIT")

@@ -1,5 +1,6 @@
 """Encoders as nvcc makes them, run by the emulator (sass/): the golden bytes, and those that the CPU stores."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "golden"))
 import make
 import runner
 from test_cuda_codec import CODE, GOLDEN, NAMES
+from test_cuda_layer import on, state
+
+from kvcompress import _C, PagedKV, policies
 
 WHY = runner.missing()
 pytestmark = [
@@ -25,10 +29,52 @@ pytestmark = [
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_equal_the_golden_vectors(name, D=64):
     machine = runner.Machine()
-    codes, scales = machine.call("quantize", torch.from_numpy(make.rows(D, D)), CODE[name])
+    codes, scales = machine.quantize(torch.from_numpy(make.rows(D, D)), CODE[name])
     np.testing.assert_array_equal(codes.numpy(), GOLDEN[f"{name}_{D}_codes"])
     want = GOLDEN[f"{name}_{D}_scales"]
     np.testing.assert_array_equal(scales.view(torch.uint8).numpy().ravel(), want.view(np.uint8).ravel())
-    values = machine.call("dequantize", codes, scales, CODE[name]).view(torch.int32).numpy().view(np.uint32)
+    values = machine.dequantize(codes, scales, CODE[name]).view(torch.int32).numpy().view(np.uint32)
     np.testing.assert_array_equal(values[:, :32], GOLDEN[f"{name}_{D}_values"])
     assert {block.kernel.name for block in machine.blocks} == {"kvc_quantize_kernel", "kvc_dequantize_kernel"}
+
+
+@pytest.mark.parametrize("key,value,D,size", [x for x in make.PAGES if x[0] in (*NAMES, "raw_f32")])
+def test_pages_equal_the_golden_vectors(key, value, D, size):
+    k, v = make.bells(7, (1, 2, size, D)), make.bells(8, (1, 2, size, D))
+    k += np.arange(D, dtype=np.float32) / 4
+    if "raw_f16" in (key, value):
+        k, v = k.astype(np.float16), v.astype(np.float16)
+    machine = runner.Machine("kvc_pack.*")
+    pages = machine.pack(torch.from_numpy(k), torch.from_numpy(v), CODE[key], CODE[value], size)
+    np.testing.assert_array_equal(pages.numpy(), GOLDEN[f"page_{key}_{value}_{D}_{size}"])
+    assert len(machine.blocks) == 4
+
+
+LIFE = "write", "list", "read", "clear", "anew", "move"
+
+
+@pytest.mark.parametrize("key,value,arch", [
+    *(("int8", "int4", arch) for arch in ("80", "90")), ("kivi4", "nvfp4", "90"), ("int2", "fp8_e4m3", "90"),
+    ("int3", "int8_asym", "90"), ("raw", "cal2", "90"),
+])  # fmt: skip
+def test_what_a_layer_stores_and_reads(key, value, arch):
+    """Prompts, steps, tokens that are none, an eviction, read-back: the bytes that the CPU has of whole pages, of
+    open ones and of pages that moved among them."""
+    machine = runner.Machine("kvc_(" + "|".join(LIFE) + ")_kernel", arch)
+    options = {"page_size": 16, "policy": policies.KNorm(budget=28), "dtype": torch.float16}
+    layers = [PagedKV(1, 32, key=key, value=value, pool=_C.Pool(), **options) for _ in range(2)]
+    layers[1].page_store.steps = False  # as in test_cuda_layer.py
+    random = torch.Generator().manual_seed(1)
+    for i, T in enumerate((37, 1, 13)):
+        q, k, v = (torch.randn(1, h, T, 32, generator=random).half() for h in (2, 1, 1))
+        mask = torch.rand(1, T, generator=random) < 0.9 if i == 2 else None
+        dense = []
+        for kv, where in zip(layers, (on(machine), contextlib.nullcontext()), strict=True):
+            with where:
+                kv.attend(q, k, v, mask=mask)
+                dense.append(kv.dense())
+        assert all(torch.equal(a, b) for a, b in zip(*dense, strict=True))
+        for a, b in zip(*(state(kv) for kv in layers), strict=True):
+            assert np.array_equal(a, b), i
+    ran = {block.kernel.name for block in machine.blocks}
+    assert ran == {f"kvc_{name}_kernel" for name in LIFE}, ran

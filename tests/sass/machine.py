@@ -17,6 +17,13 @@ from instructions import ALL, HANDLERS, LANES, Fault, U, combine
 from program import Instruction, Kernel, Operand
 
 STACK = 4096
+LAUNCH = {
+    0x160: {"threads": 0, "grid": 12, "stack": 0x28, "local": 0x20, "constants": 0x40, "parameters": False},
+    0x210: {"threads": 0, "grid": 12, "stack": 0x28, "local": 0x20, "constants": 0x198, "parameters": True},
+    0x380: {"threads": 0x360, "grid": 0x370, "stack": 0x37C, "local": 0x2F8, "constants": 0x348, "parameters": True},
+}
+"""Of where parameters lie in constant bank 0 (sm_80, 90, 100): where a launch's sizes, the end of local memory and
+generic addresses lie, those of local memory and of the bank, or of its parameters."""
 
 
 class Warp:
@@ -196,12 +203,6 @@ class Warp:
             self.pc[here] = at + 1
             if not self.active.any():
                 continue
-            if x.name == "EXIT":
-                if self.copies:
-                    raise Fault(self.where(x, "an asynchronous copy that nobody waited for"))
-                self.done |= self.active
-                self.release()
-                continue
             x.handler = x.handler or HANDLERS.get(x.key) or HANDLERS.get(x.name)
             if x.handler is None:
                 raise Fault(self.where(x, "unknown instruction"))
@@ -245,10 +246,13 @@ class Block:
         offset, size = kernel.parameters
         assert len(argument) <= size, "the argument is not the kernel's"
         bank = bytearray(offset + max(size, len(argument)) + 64)
-        new = offset >= 0x380  # from sm_100 on
-        struct.pack_into("<3I", bank, 0x360 if new else 0, threads, 1, 1)
-        struct.pack_into("<3I", bank, 0x370 if new else 12, *grid)
-        struct.pack_into("<I", bank, 0x37C if new else 0x28, STACK - 16)
+        where, constants = LAUNCH[offset], (memory.CONSTANT << 56) + offset
+        for at, form, *values in (
+            (where["threads"], "<3I", threads, 1, 1), (where["grid"], "<3I", *grid), (where["stack"], "<I", STACK - 16),
+            (where["local"], "<Q", memory.LOCAL << 56),
+            (where["constants"], "<Q", constants if where["parameters"] else constants - offset),
+        ):  # fmt: skip
+            struct.pack_into(form, bank, at, *values)
         bank[offset : offset + len(argument)] = argument
         self.constants = bytes(bank)
         self.reserved = kernel.reserved
@@ -276,6 +280,8 @@ class Block:
             return LANES + U(32 * warp.number) if name[-1] == "X" else np.zeros(32, U)
         if name.startswith("SR_CTAID"):
             return np.full(32, self.at[axes.index(name[-1])], U)
-        if name in ("SR_CgaCtaId", "SRZ", "SR_SWINHI", "SR_CLOCKLO"):
+        if name == "SR_SWINHI":
+            return np.full(32, memory.SHARED << 24, U)
+        if name in ("SR_CgaCtaId", "SRZ", "SR_CLOCKLO"):
             return np.zeros(32, U)
         raise Fault(f"unknown special register {name}")

@@ -4,7 +4,8 @@ shared byte since the last barrier."""
 import numpy as np
 from instructions import ALL, Fault, U, handles
 
-SHARED, LOCAL = 1, 2
+SHARED, LOCAL, CONSTANT = 0x61, 0x62, 0x63
+"""Upper bytes of generic addresses of what is not global memory."""
 
 
 class Touched:
@@ -59,23 +60,37 @@ def _size(modifiers):
     )
 
 
+def _space(x, at):
+    """Which memory an instruction means, and where in it."""
+    if x.name in ("LDS", "STS", "ATOMS"):
+        return SHARED, at
+    if x.name in ("LDL", "STL"):
+        return LOCAL, at & 0xFFFFFF
+    if x.name in ("LD", "ST", "ATOM") and at >> 56:
+        return at >> 56, at & (0xFFFFFF if at >> 56 == LOCAL else 0xFFFFFFFF)
+    return None, at
+
+
 def _place(w, x, lane, at, size, kind):
     """(bytes, index) of a lane's access."""
     if at % size:
         raise Fault(f"misaligned: {size} bytes at {at:#x}")
-    space = x.name[2:]
-    if x.name in ("LDS", "STS", "ATOMS"):
+    space, at = _space(x, at)
+    if space == SHARED:
         if at < w.block.reserved or at + size > len(w.block.shared):
             raise Fault(f"out of bounds: {size} bytes at {at:#x} of {len(w.block.shared)} of shared memory")
         w.block.touched.note(w.number, at, size, kind)
         if w.block.coming[at // 4 : -(-(at + size) // 4)].any():
             raise Fault(f"shared byte {at:#x} is what an asynchronous copy brings that was not waited for")
         return w.block.shared, at
-    if space == "L":
-        at &= 0xFFFFFF
+    if space == LOCAL:
         if at + size > w.local.shape[1]:
             raise Fault(f"out of bounds: {size} bytes at {at:#x} of local memory")
         return w.local[lane], at
+    if space == CONSTANT:
+        if at + size > len(w.block.constants) or kind != "read":
+            raise Fault(f"out of bounds: {kind} of {size} bytes at {at:#x} of constants")
+        return np.frombuffer(w.block.constants, np.uint8), at
     return region(w, at, size)
 
 
@@ -84,29 +99,23 @@ def load(w, x):
     size, to = _size(x.modifiers), x.operands[0]
     source = next(o for o in x.operands if o.kind == "address")
     at, words = address(w, source), max(1, size // 4)
-    out = np.zeros((words, 32), U)
+    out, bits = np.zeros((words, 32), U), np.full((words, 32), ALL)
     lanes = np.flatnonzero(w.active)
     for i in lanes:
         data, k = _place(w, x, i, int(at[i]), size, "read")
+        if _space(x, int(at[i]))[0] == LOCAL:
+            was = w.local_written[i, k : k + size]
+            bits[:, i] = was.view(U) if size >= 4 else ALL if was.all() else 0
         if size >= 4:
             out[:, i] = data[k : k + size].view(U)
         else:
             value = int.from_bytes(data[k : k + size].tobytes(), "little", signed=x.modifiers[-1][0] == "S")
             out[0, i] = value & 0xFFFFFFFF
-    if x.name == "LDL":
-        bits = np.zeros((words, 32), U)
-        for i in lanes:
-            k = int(at[i]) & 0xFFFFFF
-            was = w.local_written[i, k : k + size]
-            bits[:, i] = was.view(U) if size >= 4 else ALL if was.all() else 0
-        for j in range(words):
-            w.write(to.next(j), out[j], bits[j])
-        return
     if x.name in ("LDG", "LD"):
         sectors = {int(at[i]) // 32 for i in lanes} | {(int(at[i]) + size - 1) // 32 for i in lanes}
         w.loads.append((size, len(sectors)))
     for j in range(words):
-        w.write(to.next(j), out[j])
+        w.write(to.next(j), out[j], bits[j])
 
 
 @handles("STS", "STG", "ST", "STL")
@@ -117,12 +126,14 @@ def store(w, x):
     stored = U((1 << 8 * min(size, 4)) - 1)  # bits of a register
     values = np.stack([w.register(y, stored) if y.kind == "R" else w.value(y) for y in sources])
     bits = np.stack([w.bits(y) for y in sources])
-    if x.name != "STL":  # a register that is kept there
+    lanes = np.flatnonzero(w.active)
+    local = [_space(x, int(at[i]))[0] == LOCAL for i in lanes]
+    if not all(local):  # else a register that is kept there
         w.settled("what is stored")
-    for i in np.flatnonzero(w.active):
+    for i, own in zip(lanes, local, strict=True):
         data, k = _place(w, x, i, int(at[i]), size, "write")
         data[k : k + size] = np.ascontiguousarray(values[:, i]).view(np.uint8)[:size]
-        if x.name == "STL":
+        if own:
             w.local_written[i, k : k + size] = np.ascontiguousarray(bits[:, i]).view(np.uint8)[:size]
 
 

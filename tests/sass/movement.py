@@ -32,6 +32,18 @@ def wait(w, x):
     w.release()
 
 
+@handles("EXIT")
+def end(w, x):
+    """Of lanes for which its operand holds, too."""
+    if w.copies:
+        raise Fault("an asynchronous copy that nobody waited for")
+    ends = w.active
+    for p in x.operands:
+        ends = ends & w.predicate(p)
+    w.done |= ends
+    w.release()
+
+
 @handles("BRA")
 def bra(w, x):
     if {"DIV", "CONV"} & set(x.modifiers):  # taken where lanes are not all there, to let them meet; or where they are
@@ -43,7 +55,7 @@ def bra(w, x):
     w.jump(x.operands[-1], taken)
 
 
-@handles("BRX")
+@handles("BRX", "BRXU")
 def brx(w, x):
     base = w.kernel.code[int(w.pc[w.active][0]) - 1].address + 16
     target = w.register(x.operands[0]).astype(np.int64) + base + sum(w.value(o).view(np.int32) for o in x.operands[1:])

@@ -59,7 +59,7 @@ class Instruction:
     def operands(self) -> list[Operand]:
         """Read when they are wanted: most of a large kernel never runs."""
         found = [operand(x) for x in _split(self.behind.replace(".reuse", ""))]
-        if self.name == "BRX" and found:  # "R4 -0x210": a register and a distance
+        if self.name in ("BRX", "BRXU") and found:  # "R4 -0x210": a register and a distance
             return [operand(x) for x in found[0].text.split()]
         return [operand(self.behind.split()[0])] if self.name == "RET" else found
 

@@ -3,6 +3,7 @@ build/sass), and runs on the memory that the call was given."""
 
 import collections
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -40,6 +41,8 @@ def _source(kernel: str) -> tuple[str, str]:
         one = f"#define SET_{m[1]}(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, {m[2]}, per)\n"
         choose = "#define SET(name, per, kinds) SET_##name(name, per, kinds)\nKVC_SETS(SET)\n"
         return kernel, f'#include "mass.cuh"\n{others}{one}{choose}'
+    if m := re.fullmatch(r"kvc_mass_any_(\d+)", kernel):
+        return kernel, f'#include "mass.cuh"\nKVC_MASS_KERNEL(any, (1u << KVC_KINDS) - 1, {m[1]})\n'
     for path in sorted((ROOT / "csrc/cuda").glob("*.cu")):
         if re.search(rf"KVC_KERNEL\({kernel},|^#define \w+ {kernel}$", path.read_text(), re.MULTILINE):
             return path.stem, f'#include "{path.name}"\n'
@@ -59,20 +62,25 @@ def cubin(kernel: str, arch: str) -> Path:
     folder = ROOT / "build" / "sass"
     folder.mkdir(parents=True, exist_ok=True)
     out = folder / f"{name}-{arch}-{digest.hexdigest()[:16]}.cubin"
-    if not out.exists():
-        source = folder / f"{name}-{arch}-{os.getpid()}.cu"  # another worker may compile the same kernel
-        made = source.with_suffix(".cubin")
-        source.write_text(text)
-        done = subprocess.run([program.tool("nvcc"), *FLAGS, f"-arch=sm_{arch}", str(source), "-o", str(made)],
-                              cwd=ROOT, capture_output=True, text=True, check=False)  # fmt: skip
-        source.unlink()
-        if done.returncode:
-            raise RuntimeError(f"nvcc: {kernel}: {done.stderr}")
-        os.replace(made, out)
+    with open(folder / f"{name}-{arch}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may compile the same kernel
+        if not out.exists():
+            _compile(text, arch, out)
     return out
 
 
-@functools.lru_cache(3)
+def _compile(text: str, arch: str, out: Path) -> None:
+    source, made = out.with_suffix(".cu"), out.with_suffix(".new")
+    source.write_text(text)
+    done = subprocess.run([program.tool("nvcc"), *FLAGS, f"-arch=sm_{arch}", str(source), "-o", str(made)],
+                          cwd=ROOT, capture_output=True, text=True, check=False)  # fmt: skip
+    source.unlink()
+    if done.returncode:
+        raise RuntimeError(f"nvcc: {out.stem}: {done.stderr}")
+    os.replace(made, out)
+
+
+@functools.lru_cache(6)
 def _load(path: Path, name: str, arch: int) -> program.Kernel:
     return program.load(path, name, arch)
 
@@ -110,6 +118,11 @@ class Machine:
         for at in (places[::-1] if self.backwards else places)[: self.most]:
             block = Block(self.kernel(name), argument, at, grid, threads, shared, self.twin.memory, self.traced)
             self.blocks.append(block.run())
+
+    def __getattr__(self, name: str):
+        """What the twin has; its calls with kernels here."""
+        found = getattr(self.__dict__["twin"], name)
+        return functools.partial(self.call, name) if callable(found) else found
 
     def call(self, function: str, *args, **options):
         """A call of the twin, kernels here; raises what they did wrong."""

@@ -333,9 +333,11 @@ class Twin:
         on = self._on(found, 1 << (formats >> 8) | 1 << (formats & 255))
         room = Guarded((max(1, library().kvc_cuda_varlen_workspace(byref(a), byref(on))),), torch.uint8, 0xFF)
         on.workspace = room.tensor.data_ptr()
+        uses = q, k, v, cache, block_table, residual, residual_table, query_start_loc, seq_lens, sealed_lens, draft_lens
 
         def run():
             found.zero_()
+            self.memory = _spans((*uses, s_aux, out, lse, flags, found, room.tensor))
             self._prepare()
             assert library().kvc_cuda_attend_varlen(byref(a), byref(on)) == 0
             self.flags = int(found)

@@ -1,0 +1,103 @@
+"""Kernels beside attention and codecs as nvcc makes them, run by the emulator (sass/): what the twin's tests want of
+them, with fewer tokens."""
+
+import sys
+from pathlib import Path
+
+import cuda_twin
+import pytest
+import test_cuda_faults
+import test_cuda_layer
+import test_cuda_varlen
+import torch
+from test_attend import data
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sass"))
+import runner
+
+from kvcompress import PagedKV, ops
+
+WHY = runner.missing()
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(cuda_twin.DEVICE != "cpu", reason="the twin's"),
+    pytest.mark.skipif(WHY is not None, reason=str(WHY)),
+]
+
+
+@pytest.fixture
+def machines(monkeypatch):
+    """(architecture) -> machines that take the place of the twins of those tests, and what they ran."""
+    made = []
+
+    def put(arch, kernels):
+        def machine(**options):
+            made.append(runner.Machine(f"kvc_({kernels})", arch, **options))
+            return made[-1]
+
+        for module in (test_cuda_faults, test_cuda_layer):
+            monkeypatch.setattr(module, "Twin", machine)
+        return machine
+
+    put.ran = lambda: {block.kernel.name for machine in made for block in machine.blocks}
+    return put
+
+
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_choices_and_flags(machines, arch):
+    """Ties, zeros of both signs, what is protected; scores that are none."""
+    machines(arch, "choose_kernel")
+    test_cuda_layer.test_the_same_tokens_are_chosen(7)
+    test_cuda_layer.test_scores_that_are_none_are_flagged()
+    assert machines.ran() == {"kvc_choose_kernel"}
+
+
+def test_moves_that_are_none(machines):
+    machines("90", "(anew|move)_kernel")
+    test_cuda_layer.test_moves_that_are_none_are_flagged_and_harm_nothing()
+    assert machines.ran() == {"kvc_anew_kernel", "kvc_move_kernel"}
+
+
+def test_numbers_of_tokens(machines):
+    machines("90", "score_kernel")
+    test_cuda_faults.test_numbers_of_tokens("raw", "int8")
+    assert machines.ran() == {"kvc_score_kernel"}
+
+
+def test_what_attention_took(machines):
+    """The mass of a decode step, of weights that attention left, and of more rows by a kernel of its own."""
+    H, G, D, tokens = 1, 4, 64, 70
+    machine = machines("90", "(attend_int8_64|kept_kernel|mass_any_64)")(formats=1 << 3)
+    kv = PagedKV(H, D, key="int8", page_size=64, dtype=torch.float16)
+    kv.append(*(x.half() for x in (data(1, H, tokens, D, 1), data(1, H, tokens, D, 2))))
+    q, none = data(1, H * G, 9, D, 3).half(), torch.empty(1, H, 0, D, dtype=torch.float16)
+    store = kv.page_store
+    for T in (1, 9):
+        args = (q[:, :, :T], none, none, *store.views(), store.no_mask, torch.empty(0), store.no_seals, kv.seen, 64,
+                kv.sinks, 0, D**-0.5, 0.0, tokens + 3)  # fmt: skip
+        for a, b in zip(machine.attend(*args), ops.attend(*args), strict=True):
+            torch.testing.assert_close(a.float(), b.float().view(a.shape), rtol=2e-2, atol=2e-3)
+    assert machines.ran() == {"kvc_attend_int8_64", "kvc_kept_kernel", "kvc_mass_any_64"}
+
+
+def test_single_tokens_to_slots(machines):
+    """Nowhere too, and behind the last block."""
+    machine = machines("90", "store_kernel")()
+    for name, dtype in (("raw", torch.bfloat16), ("int8", torch.float32)):
+        far, near = test_cuda_varlen.pair_of(name, 1, dtype=dtype, D=64, Dv=32)
+        k, v = data(1, 2, 5, 64, 1)[0].to(dtype).transpose(0, 1), data(1, 2, 5, 32, 2)[0].to(dtype).transpose(0, 1)
+        slots, flag = torch.tensor([70, 3, -1, 128, 5000]), torch.zeros(1, dtype=torch.int32)
+        code = far.key << 8 | far.value
+        machine.store_tokens(k, v, far.cache, slots, flag, code, 128, 64)
+        ops.store_tokens(k, v, near.cache, slots, flag.clone(), code, 128, 64)
+        assert machine.flags == 0 and torch.equal(far.cache, near.cache) and not flag
+    assert machines.ran() == {"kvc_store_kernel"}
+
+
+def test_an_engines_batch(machines, monkeypatch):
+    """Lengths and blocks become rows and lists of work; pages are sealed, attention reads them."""
+    machine = machines("90", "(varlen|write)_kernel|attend_int8_64")()
+    pair = test_cuda_varlen.pair_of("int8", 2, dtype=torch.float16, D=64, G=4)
+    for lengths in ([70, 5], [1, 1]):
+        test_cuda_varlen.same(pair, *test_cuda_varlen.step(pair, monkeypatch, lengths, twin=machine), 5e-3)
+    assert machines.ran() == {"kvc_varlen_kernel", "kvc_write_kernel", "kvc_attend_int8_64"}
