@@ -182,9 +182,9 @@ def recommend(
     if not name:
         name, against = "raw", [f"every format is above the floor of {limit:.0e}", *against]
     if not any(layer.kind in OURS or layer.paged(tokens) for layer in model.layers):
-        name, against = "raw", ["no layer of it is full, sliding or chunked attention: nothing is compressed"]
+        name, against = "raw", ["the model has no full, sliding or chunked attention: nothing is compressed"]
         if topk := max(layer.topk for layer in model.layers):
-            against = [f"a KVCache takes {topk:,} slots (index_topk), to all of which it attends: DynamicCache beyond"]
+            against = [f"a KVCache supports up to {topk:,} slots (index_topk), all attended; beyond: DynamicCache"]
     why, options, tail = _workload(model, tokens, workload, drafts, name)
     raw = held(model, recipe_of("raw"), tokens)
     choices: list[Choice] = []

@@ -83,22 +83,22 @@ class Plan:
             f"({m.attention}){parameters}" + (f"; {m.source}" if m.source else "")
         ]
         if empty:
-            lines.append(f"  {empty} of the layers hold no K and V (states of linear attention, or nothing)")
+            lines.append(f"  layers without K and V (linear attention, or no attention): {empty}")
         if other:
             kinds, topk = ", ".join(sorted({x.kind for x in other})), max(x.topk for x in other)
-            why = f"a KVCache takes {topk:,} slots of them (index_topk); this is DynamicCache" if topk else \
-                "they stay transformers' own"  # fmt: skip
-            lines.append(f"  {len(other)} of the layers are {kinds}: {why}, uncompressed")
-        lines.append(f"Cache of one request, the formula: {self._formula()}")
+            why = f"a KVCache supports up to {topk:,} slots (index_topk), so this is a DynamicCache" if topk else \
+                "kept by transformers"  # fmt: skip
+            lines.append(f"  layers of type {kinds}: {len(other)}; {why}, uncompressed")
+        lines.append(f"KV cache of one request: {self._formula()}")
         compared = ", ".join(f"{name} {show_gb(n)}" for name, n in self.attention.items())
-        lines.append(f"  had it other attention: {compared}")
+        lines.append(f"  with other attention variants: {compared}")
         held_ = ", ".join(f"{name} {show_gb(n)}" for name, n in self.request.items())
-        lines.append(f"  what kvcompress holds, scales, raw pages and tables counted: {held_}")
+        lines.append(f"  in kvcompress, including scales, raw pages and tables: {held_}")
         return lines
 
     def _device_lines(self) -> list[str]:
         lines = [
-            f"Device: {show_bytes(self.memory)}, of which {show_gb(self.usable)} for weights and caches; "
+            f"Device: {show_bytes(self.memory)}, {show_gb(self.usable)} usable for weights and caches; "
             f"{self.batch} request{'s' * (self.batch > 1)} of {self.context:,} tokens"
         ]
         names = list(dict.fromkeys(cell.format for cell in self.cells))
@@ -107,7 +107,7 @@ class Plan:
             row = [cell for cell in self.cells if cell.bits == bits]
             head = f"{bits:g} bits, {show_gb(row[0].weights)}"
             if row[0].room <= 0:
-                lines.append(f"  {head:24}do not fit: {show_gb(-row[0].room)} too much")
+                lines.append(f"  {head:24}do not fit: {show_gb(-row[0].room)} over")
                 continue
             shown = "".join(f"{f'{c.requests} ({_k(c.context)})':>16}" for c in row)
             lines.append(f"  {head:24}{shown}   {show_gb(row[0].room)} left")
@@ -119,10 +119,10 @@ class Plan:
             f"{bits:g}-bit weights" + ("" if len(x) == len(names) else f" and {', '.join(x)}")
             for bits, x in short.items()
         ]
-        few = f"; too few with {'; '.join(said)}" if said else ""
-        lines.append(f"  requests that fit (longest context of one){few}")
+        few = f"; fewer than requested with {'; '.join(said)}" if said else ""
+        lines.append(f"  requests that fit (longest context of a single request){few}")
         if not self.fits:
-            lines += ["Nothing fits. What would:", *(f"  - {text}" for text in self.remedies)]
+            lines += ["Nothing fits. To make it fit:", *(f"  - {text}" for text in self.remedies)]
         return lines
 
     def __str__(self) -> str:
