@@ -335,8 +335,8 @@ typedef struct kvc_attend_args {
     const uint8_t *real;        /* [B, T] or NULL */
     const int64_t *seals;       /* [n_seals, 2] */
     int64_t n_seals, seen;      /* seen: slot of the first new token */
-    int64_t
-        window; /* sliding window in slots, the query included; 0: all; -n: chunks of n slots from a row's token 0 */
+    /* Sliding window in slots, the query included; 0: all; -n: chunks of n slots from a row's token 0. */
+    int64_t window;
     float scale, softcap; /* softcap 0 = none */
     const float *s_aux;   /* [Hq] attention-sink logits, or NULL */
     kvc_dense out;        /* [B, Hq, Tq, Dv] in any dtype; */

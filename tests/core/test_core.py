@@ -51,6 +51,7 @@ def test_harness():
 
 
 @needs_tools
+@pytest.mark.full
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("objdump"), reason="no x86-64, or no objdump")
 def test_avxvnni_has_instructions_of_avx2_and_avxvnni_alone(tmp_path):
     """Its CPUs have no AVX-512; this one may have no AVX-VNNI."""

@@ -86,8 +86,9 @@ def test_kernels_of_another_interface_are_refused(tmp_path, abi, got):
 
 
 INTERFACE = {1: "b4e1e18cb7c6ba87", 2: "4bf9491154a1e8b5", 3: "25e8d58b03c8a8a9",
-             4: "3fbdbf6cf54b6ea9"}  # fmt: skip
-"""What each number stood for, as a digest: what changes wants a new number, and a line here."""
+             4: "870d4d80e364d3a6"}  # fmt: skip
+"""Digest of the interface of each version, without comments and layout (from 4 on). A change requires a new version
+and a line here."""
 
 
 def test_the_number_changes_with_the_interface():
@@ -100,7 +101,7 @@ def test_the_number_changes_with_the_interface():
     }  # fmt: skip
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     found = re.findall(r"typedef struct (\w+) (\{.*?\}) \1;", text, re.DOTALL)
-    parts = {name: body for name, body in found if name in structs}
+    parts = {name: " ".join(body.split()) for name, body in found if name in structs}
     assert set(parts) == structs
     parts |= {"": "".join(re.findall(r"^\w[^#;{}]*?kvc_cuda_\w+\([^;]*;", text, re.MULTILINE))}
     parts["#define"] = "".join(x for x in re.findall(r"^#define .*$", HEADER, re.MULTILINE) if "_ABI" not in x)
