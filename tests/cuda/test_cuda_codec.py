@@ -34,10 +34,7 @@ def test_rows_equal_the_golden_vectors(name, D):
 
 @pytest.mark.parametrize("key,value,D,size", [x for x in make.PAGES if x[0] in (*NAMES, "raw_f32")])
 def test_pages_equal_the_golden_vectors(key, value, D, size):
-    k, v = make.bells(7, (1, 2, size, D)), make.bells(8, (1, 2, size, D))
-    k += np.arange(D, dtype=np.float32) / 4
-    if "raw_f16" in (key, value):
-        k, v = k.astype(np.float16), v.astype(np.float16)
+    k, v = make.page_tokens(key, value, D, size)
     pages = Twin().pack(torch.from_numpy(k), torch.from_numpy(v), CODE[key], CODE[value], size)
     np.testing.assert_array_equal(pages.numpy(), GOLDEN[f"page_{key}_{value}_{D}_{size}"])
 

@@ -80,6 +80,13 @@ def rows(seed: int, D: int) -> np.ndarray:
     return x
 
 
+def page_tokens(key: str, value: str, D: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """K and V [1, 2, size, D] of a row of PAGES."""
+    k, v = bells(7, (1, 2, size, D)), bells(8, (1, 2, size, D))
+    k += np.arange(D, dtype=np.float32) / 4  # a centroid
+    return (k.astype(np.float16), v.astype(np.float16)) if "raw_f16" in (key, value) else (k, v)
+
+
 def quantized() -> list[str]:
     """Names of all formats but the raw ones."""
     from kvcompress import _C
@@ -103,10 +110,7 @@ def arrays() -> dict[str, np.ndarray]:
             out[f"{name}_{D}_scales"] = scales if scales.dtype == np.uint8 else scales.view(np.uint16)
             out[f"{name}_{D}_values"] = _C.dequantize(codes, scales, code[name]).view(np.uint32)[:, :32]
     for key, value, D, size in PAGES:
-        k, v = bells(7, (1, 2, size, D)), bells(8, (1, 2, size, D))
-        k += np.arange(D, dtype=np.float32) / 4  # a centroid
-        if "raw_f16" in (key, value):
-            k, v = k.astype(np.float16), v.astype(np.float16)
+        k, v = page_tokens(key, value, D, size)
         out[f"page_{key}_{value}_{D}_{size}"] = _C.pack(k, v, code[key], code[value], size)
     return out
 
