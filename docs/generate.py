@@ -12,7 +12,7 @@ import speculation
 import speed
 import speed_cuda
 
-from kvcompress import formats
+from kvcompress import _C, formats
 from kvcompress.tools.plan import evidence
 
 DOCS = Path(__file__).parent
@@ -326,7 +326,9 @@ def lengths(found: dict) -> str:
 
 
 def formats_page() -> str:
-    text = [HEAD + formats.support_matrix().replace("kernels here", "kernels"), MATRIX_TAIL]
+    matrix = formats.support_matrix().replace("kernels here", "kernels")
+    # every level has all formats: the levels of this CPU would make the page depend on the machine
+    text = [HEAD + matrix.replace(", ".join(_C.isa_available()), "all levels"), MATRIX_TAIL]
     made = {
         "formats": (measured, shares, retrieved, sides, peers, published),
         "few_bits": (searched,),
