@@ -1,5 +1,6 @@
-/* dlpack.h - the part of DLPack's C exchange API (version 1, since DLPack 1.3) that we use: tensors without torch's
- * dispatcher. torch.Tensor hands out the functions. A test compiles these structs beside those of torch's copy of dlpack.h. */
+/* dlpack.h - the part of DLPack's C exchange API (version 1, since DLPack 1.3) that we use. It gives access to tensors
+ * without torch's dispatcher; torch.Tensor provides the functions. A test checks these structs against torch's copy of
+ * dlpack.h. */
 #ifndef KVC_DLPACK_H
 #define KVC_DLPACK_H
 
@@ -16,7 +17,7 @@ typedef struct kvc_dl_tensor {
         uint8_t code, bits;
         uint16_t lanes;
     } dtype;
-    int64_t *shape, *strides; /* elements */
+    int64_t *shape, *strides; /* in elements */
     uint64_t byte_offset;
 } kvc_dl_tensor;
 
@@ -34,8 +35,8 @@ typedef struct kvc_dl_exchange {
     int (*allocate)(kvc_dl_tensor *like, kvc_dl_managed **out, void *context,
                     void (*failed)(void *context, const char *kind, const char *message));
     int (*from_object)(void *object, kvc_dl_managed **out);
-    int (*to_object)(kvc_dl_managed *tensor, void **object); /* takes the tensor over */
-    int (*describe)(void *object, kvc_dl_tensor *tensor);    /* takes no reference; may be NULL */
+    int (*to_object)(kvc_dl_managed *tensor, void **object); /* takes ownership of the tensor */
+    int (*describe)(void *object, kvc_dl_tensor *tensor);    /* borrows the object; may be NULL */
     int (*current_stream)(int32_t device_type, int32_t device_id, void **stream);
 } kvc_dl_exchange;
 

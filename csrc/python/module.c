@@ -17,7 +17,7 @@ PyObject *kvc_py_raise(kvc_status status)
 PyObject *kvc_py_view(int nd, const npy_intp *size, int type, void *data, PyObject *base)
 {
     PyObject *array = base ? PyArray_SimpleNewFromData(nd, size, type, data) : NULL;
-    if (!array || PyArray_SetBaseObject((PyArrayObject *)array, base) < 0) { /* steals base, also when it fails */
+    if (!array || PyArray_SetBaseObject((PyArrayObject *)array, base) < 0) { /* steals base, even on failure */
         if (!array) Py_XDECREF(base);
         Py_XDECREF(array);
         return NULL;
@@ -239,7 +239,7 @@ static PyObject *cuda_found(PyObject *module, PyObject *index)
     return status == KVC_OK ? PyLong_FromLongLong(found) : kvc_py_raise(status);
 }
 
-/* A C-contiguous int64 array in this machine's byte order; NULL with a ValueError. */
+/* Checks for a C-contiguous int64 array in native byte order; NULL with a ValueError otherwise. */
 static PyArrayObject *words(PyObject *object)
 {
     PyArrayObject *array = PyArray_Check(object) ? (PyArrayObject *)object : NULL;

@@ -16,7 +16,7 @@
 
 typedef struct kvc_py_pool {
     PyObject_HEAD kvc_pool *pool;
-    int shared; /* its address space, with other pools */
+    int shared; /* the pool shares its address space with other pools */
 } kvc_py_pool;
 
 typedef struct kvc_py_table {
@@ -26,11 +26,11 @@ typedef struct kvc_py_table {
 
 extern PyTypeObject *kvc_py_pool_type, *kvc_py_table_type;
 
-/* Sets the Python error of a failed core call; returns NULL. */
+/* Sets the Python exception for a failed core call; returns NULL. */
 PyObject *kvc_py_raise(kvc_status status);
-/* Returns None, or sets that error. */
+/* Returns None on success, or sets the exception. */
 PyObject *kvc_py_done(kvc_status status);
-/* An array over memory that `base` (stolen) keeps alive; writable, for torch.from_numpy wants that. */
+/* An array over memory that `base` (reference stolen) keeps alive. Writable, because torch.from_numpy requires it. */
 PyObject *kvc_py_view(int nd, const npy_intp *size, int type, void *data, PyObject *base);
 /* New reference to `object` as a C-contiguous array of `type` and rank nd (< 0: any), or NULL with a TypeError or
  * ValueError that names `what`. No conversion: the dtype must be the one asked for. */

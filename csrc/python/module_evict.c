@@ -112,7 +112,7 @@ PyObject *kvc_py_means(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
     return kvc_py_raise(status);
 }
 
-/* Arrays of a call: all are held or none. NULL for an optional None. */
+/* Arrays of a call. Either all are taken or none. An optional None is NULL. */
 typedef struct taken {
     const char *name;
     int type, nd;
@@ -134,7 +134,7 @@ static void give_all(taken *from, int n)
     for (int i = 0; i < n; i++) Py_XDECREF(from[i].array);
 }
 
-/* The tokens of slots and positions, for `heads` heads a sequence; false where shapes do not fit. */
+/* Combines slots and positions, for `heads` heads per sequence; false if the shapes do not match. */
 static bool tokens_of(const taken *slots, const taken *positions, int64_t batch, int64_t heads, kvc_tokens *to)
 {
     const npy_intp *size = PyArray_DIMS(slots->array), *other = PyArray_DIMS(positions->array);

@@ -18,7 +18,7 @@ PyObject *kvc_py_schemes(PyObject *module, PyObject *unused)
     return all;
 }
 
-/* A contiguous array of the scales' shape; NULL with an error. */
+/* Checks for a contiguous array of the scales' shape; NULL with an exception otherwise. */
 static PyArrayObject *scale_array(PyObject *object, const char *what, int type, const kvc_grain_sizes *sizes)
 {
     PyArrayObject *array = kvc_py_array(object, what, type, 4);

@@ -1,13 +1,13 @@
-/* module_held.c - kvcompress._C.Held: keeps the raw pages that an append seals until the forward pass has succeeded.
- * In C, so that references change atomically: Ctrl-C can interrupt Python between any two calls. */
+/* module_held.c - kvcompress._C.Held: keeps the raw pages that an append seals until the forward pass has succeeded. In
+ * C, so that references are updated atomically: a KeyboardInterrupt can occur between any two Python bytecodes. */
 #include "module.h"
 #include "page.h"
 
 #include <stdlib.h>
 
 typedef struct cell {
-    int64_t b, h, c; /* of the table's entries */
-    int64_t entry;   /* held here */
+    int64_t b, h, c; /* of the table's cell */
+    int64_t entry;   /* raw page kept here */
 } cell;
 
 typedef struct py_held {
@@ -21,7 +21,7 @@ static int64_t *entry_at(const kvc_table *t, const cell *at)
     return &t->entries[(at->b * t->table_heads + at->h) * t->columns + at->c];
 }
 
-/* True if the table has a page in that cell. */
+/* Whether the table still has a page in that cell. */
 static bool there(const kvc_table *t, const cell *at)
 {
     return at->b < t->batch && at->h < t->table_heads && at->c < t->columns && *entry_at(t, at) != KVC_NONE;
@@ -33,14 +33,14 @@ static int by_sealed(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* The raw entry that was sealed as `entry`, or KVC_NONE; `seals` ascend by sealed entries. */
+/* The raw entry that was sealed to `entry`, or KVC_NONE. `seals` is sorted by sealed entries. */
 static int64_t raw_of(const int64_t *seals, int64_t n, int64_t entry)
 {
     const int64_t wanted[2] = {0, entry}, *found = bsearch(wanted, seals, (size_t)n, sizeof wanted, by_sealed);
     return found ? found[0] : KVC_NONE;
 }
 
-/* Counts the cells whose entries are among the sealed ones, and writes them unless `to` is NULL. */
+/* Counts the cells that contain sealed entries; also writes them unless `to` is NULL. */
 static int64_t find_cells(const kvc_table *t, const int64_t *seals, int64_t n, cell *to)
 {
     int64_t count = 0;
@@ -56,7 +56,7 @@ static int64_t find_cells(const kvc_table *t, const int64_t *seals, int64_t n, c
     return count;
 }
 
-/* Holds the entries from before the plan for the cells that the plan has sealed. */
+/* Takes references to the entries from before the plan, for the cells that the plan has sealed. */
 static int take_before(cell *cells, int64_t n, PyArrayObject *before)
 {
     const npy_intp *size = PyArray_DIMS(before);
@@ -146,8 +146,8 @@ static PyObject *held_restore(py_held *self, PyObject *unused)
     const kvc_table *t = ((kvc_py_table *)self->table)->table;
     (void)unused;
     for (int64_t i = 0; i < self->n; i++)
-        if (!there(t, &self->cells[i])) Py_RETURN_NONE; /* cropped or reset meanwhile: nothing to restore */
-    for (int64_t i = 0; i < self->n; i++) {             /* references move with the entries */
+        if (!there(t, &self->cells[i])) Py_RETURN_NONE; /* cropped or reset in the meantime: nothing to restore */
+    for (int64_t i = 0; i < self->n; i++) {             /* the references move with the entries */
         int64_t *now = entry_at(t, &self->cells[i]), old = self->cells[i].entry;
         self->cells[i].entry = *now;
         *now = old;

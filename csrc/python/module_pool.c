@@ -3,7 +3,7 @@
 
 PyTypeObject *kvc_py_pool_type;
 
-/* A number of bytes; -1 with an error. Absent: 0. */
+/* Converts to a number of bytes; -1 with an exception. 0 if absent. */
 static long long bytes_of(const char *name, PyObject *given)
 {
     if (!given) return 0;
@@ -103,7 +103,7 @@ static PyObject *pool_alloc(kvc_py_pool *self, PyObject *bytes)
     return status == KVC_OK ? PyLong_FromLongLong(offset) : kvc_py_raise(status);
 }
 
-/* The offset of a slot in use, or -1 with an error. */
+/* The offset of a slot in use, or -1 with an exception. */
 static long long live_offset(kvc_py_pool *self, PyObject *object)
 {
     long long offset = PyLong_AsLongLong(object);
@@ -136,7 +136,7 @@ static PyObject *pool_refs(kvc_py_pool *self, PyObject *object)
     return PyLong_FromLongLong(kvc_pool_refs(self->pool, offset));
 }
 
-/* Slots for an int64 array of sizes -> int64 offsets; all or none. */
+/* int64 array of sizes -> int64 offsets; allocates all slots or none. */
 static PyObject *pool_take(kvc_py_pool *self, PyObject *object)
 {
     PyArrayObject *sizes = kvc_py_array(object, "take: sizes", NPY_INT64, 1);
@@ -154,7 +154,7 @@ static PyObject *pool_take(kvc_py_pool *self, PyObject *object)
     return kvc_py_raise(status);
 }
 
-/* Drops one reference to each slot of an int64 array of offsets. All are checked first. */
+/* Drops one reference per slot of an int64 array of offsets, after checking all of them. */
 static PyObject *pool_drop(kvc_py_pool *self, PyObject *object)
 {
     PyArrayObject *offsets = kvc_py_array(object, "drop: offsets", NPY_INT64, 1);
@@ -162,7 +162,7 @@ static PyObject *pool_drop(kvc_py_pool *self, PyObject *object)
     npy_intp n = PyArray_DIM(offsets, 0), good = 0;
     const int64_t *from = PyArray_DATA(offsets);
     while (good < n && kvc_pool_refs(self->pool, from[good]) > 0) good++;
-    if (good == n) /* checked again: a slot listed twice may already be free */
+    if (good == n) /* check again: the array may list a slot twice */
         for (good = 0; good < n && kvc_pool_refs(self->pool, from[good]) > 0; good++)
             kvc_pool_unref(self->pool, from[good]);
     if (good < n)

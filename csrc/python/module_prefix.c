@@ -38,7 +38,7 @@ static void prefix_dealloc(py_prefix *self)
     Py_DECREF(type);
 }
 
-/* A chain from Python's arguments; the arrays must outlive it. */
+/* A chain from Python arguments, which must outlive it. */
 typedef struct chain_args {
     kvc_chain chain;
     PyArrayObject *tokens, *entries;
@@ -311,7 +311,7 @@ static PyObject *transfer(PyObject *args, bool out)
     int64_t n = PyArray_DIM(pieces, 0);
     bool apart = kvc_py_apart(memory, "transfer: memory", p, NULL) == 0, fits = apart && PyArray_DIM(pieces, 1) == 2;
     fits = fits && (!out || PyArray_ISWRITEABLE(memory));
-    /* A copy: other threads run while bytes move. */
+    /* copied, because other threads may run during the transfer */
     kvc_piece *data = fits ? PyMem_Malloc((size_t)(n + 1) * sizeof *data) : NULL;
     if (data && n) memcpy(data, PyArray_DATA(pieces), (size_t)n * sizeof *data);
     if (fits && !data) PyErr_NoMemory();

@@ -1,8 +1,9 @@
-/* module_step.c - Table.step: plan, attend and commit of an append that seals nothing, in one call, on torch's tensors as
- * DLPack's C exchange API describes them. Calls that it does not support go through the op `attend`, which reports errors.
+/* module_step.c - Table.step: plan, attention and commit of an append that seals no pages, in one call, with torch
+ * tensors accessed through DLPack's C exchange API. Calls it does not support go through the op `attend`, which reports
+ * errors.
  *
- * Cost: behind a layer's weights neither torch's dispatcher nor our Python is in a cache. The op and the Python around it
- * then take as long as attention to thousands of tokens; see docs/decisions.md, 169. */
+ * Why: after a layer's weights have been read, the code of torch's dispatcher and of our Python is no longer in cache.
+ * The op and the Python around it then take as long as attention to thousands of tokens; see docs/decisions.md, 169. */
 #include "module.h"
 #include "base/alloc.h"
 #include "base/status.h"
@@ -11,7 +12,7 @@
 
 #include <math.h>
 
-#define MOST 1e38 /* of a scale or softcap, as kvcompress/checks.py has it */
+#define MOST 1e38 /* limit for scale and softcap, as in kvcompress/checks.py */
 
 static PyTypeObject *tensor_type; /* torch.Tensor itself: subclasses are not supported */
 static const kvc_dl_exchange *torch_api;
@@ -21,17 +22,17 @@ PyObject *kvc_py_bind_tensors(PyObject *module, PyObject *type)
     (void)module;
     PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
     const kvc_dl_exchange *api = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
-    Py_XDECREF(capsule); /* what it points to is static */
-    PyErr_Clear();       /* an older torch has none */
+    Py_XDECREF(capsule); /* the struct it points to is static */
+    PyErr_Clear();       /* older versions of torch have none */
     if (!api || api->major != KVC_DL_VERSION || !api->describe) Py_RETURN_FALSE;
     if (!tensor_type) tensor_type = (PyTypeObject *)Py_NewRef(type);
     torch_api = api;
     Py_RETURN_TRUE;
 }
 
-/* A dense tensor [B, H, T, D], on the CPU or on GPU `device` if that is not negative, of floats whose last dim is
- * contiguous and that shares no memory with the arena. Nothing says of a view that its numbers are to be negated;
- * torch's public functions make such views of complex numbers alone, with even strides. */
+/* A dense floating-point tensor [B, H, T, D] with a contiguous last dim, on the CPU or, if `device` >= 0, on that GPU,
+ * which does not overlap the arena. DLPack does not report torch's negation bit; public torch functions create negated
+ * views only of complex numbers, with even strides. */
 static bool take(const kvc_table *table, PyObject *object, int64_t device, kvc_dl_tensor *t, kvc_dense *dense)
 {
     if (!torch_api || Py_TYPE(object) != tensor_type) return false;
@@ -86,7 +87,7 @@ static bool take_query(const kvc_table *table, PyObject *object, kvc_dl_tensor *
     return is_shape(q, table->batch, a->query_heads, a->Tq, table->spec.key_dim);
 }
 
-/* scale, window, softcap: plain numbers in range. What a layer makes of its window may be below 0. */
+/* scale, window, softcap: plain numbers in range. A layer may pass a window below 0 (chunked attention). */
 static bool take_numbers(PyObject *const *args, kvc_attend_args *a)
 {
     if (!PyFloat_CheckExact(args[0]) || !PyLong_CheckExact(args[1]) || !PyFloat_CheckExact(args[2])) return false;
@@ -99,7 +100,7 @@ static bool take_numbers(PyObject *const *args, kvc_attend_args *a)
            softcap <= MOST;
 }
 
-/* A layer's maps, NULL for none: (key, query, value, back), each fp32 [H, D, D], contiguous, on the CPU. */
+/* A layer's matrices (key, query, value, back), each fp32 [H, D, D], contiguous, on the CPU; NULL if it has none. */
 static bool take_maps(const kvc_table *table, PyObject *maps, const float *by[4])
 {
     if (maps == Py_None) return true;
@@ -139,8 +140,8 @@ static void drop(kvc_dl_managed **made)
     *made = NULL;
 }
 
-/* A new contiguous tensor of `like`'s dtype, or fp32 if NULL; its memory. NULL without memory, and where torch gives something
- * else, as in its transforms and modes. */
+/* A new contiguous tensor of `like`'s dtype (fp32 if NULL); returns its memory. NULL if out of memory, or if torch
+ * returns another kind of tensor, as its transforms and modes do. */
 static void *new_tensor(const kvc_dl_tensor *like, int ndim, int64_t *size, kvc_dl_managed **out)
 {
     kvc_dl_tensor asked = {.device_type = KVC_DL_CPU, .ndim = ndim, .shape = size, .dtype = {KVC_DL_FLOAT, 32, 1}};
@@ -158,7 +159,7 @@ static void *new_tensor(const kvc_dl_tensor *like, int ndim, int64_t *size, kvc_
     return NULL;
 }
 
-/* kvc_attend of one token a row, stored, and attended to, in the coordinates that `by` maps to. */
+/* kvc_attend of one token per row, transformed by the matrices `by`. */
 static kvc_status attend_mapped(const kvc_table *table, kvc_attend_args *a, const float *const by[4])
 {
     int64_t B = table->batch, H = table->spec.heads, Hq = a->query_heads, Dk = table->spec.key_dim,
@@ -183,19 +184,19 @@ static kvc_status attend_mapped(const kvc_table *table, kvc_attend_args *a, cons
     return status;
 }
 
-/* The planned append: attention, and what it stores. */
+/* Attention for the planned append; writes its tokens. */
 static kvc_status run(const kvc_table *table, kvc_attend_args *a, const float *const by[4])
 {
     kvc_status status;
     a->seen = table->seen;
     a->exec = kvc_op_exec;
     a->store = kvc_table_store(table);
-    Py_BEGIN_ALLOW_THREADS /* a table with a plan refuses what would move its arrays */
+    Py_BEGIN_ALLOW_THREADS /* the GIL can be released: a table with a plan refuses changes that move its arrays */
         status = by[0] ? attend_mapped(table, a, by) : kvc_attend(a);
     Py_END_ALLOW_THREADS return status;
 }
 
-/* (out, lse). Torch owns the tensors from here on, also on failure. */
+/* Returns (out, lse). Torch owns the tensors from here on, also on failure. */
 static PyObject *hand_over(kvc_dl_managed *made[2])
 {
     PyObject *pair[2] = {NULL, NULL}, *result = NULL;
@@ -213,8 +214,8 @@ static PyObject *hand_over(kvc_dl_managed *made[2])
     return PyErr_NoMemory();
 }
 
-/* Room for a.T more tokens. False, and no plan, if that seals pages (whoever may take the pass back is to hold them), or if the
- * pool has grown: over memory that `take` did not know of. */
+/* Plans an append of a.T tokens. Returns false, without a plan, if it would seal pages (the checkpoint must hold them),
+ * or if the pool has grown over memory that `take` did not check against. */
 static bool plan(kvc_table *table, int64_t T, kvc_status *status)
 {
     int64_t extent = kvc_pool_extent(table->pool), seals;
@@ -259,6 +260,6 @@ PyObject *kvc_py_step(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
     drop(&made[1]);
     if (status != KVC_OK) return kvc_py_raise(status);
     if (planned) return result;
-    PyErr_Clear(); /* of an allocation: the op reports it */
+    PyErr_Clear(); /* MemoryError: retried and reported by the op */
     Py_RETURN_NONE;
 }

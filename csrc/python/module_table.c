@@ -47,7 +47,7 @@ static void table_dealloc(kvc_py_table *self)
 
 static void release_array(PyObject *capsule) { kvc_array_release(PyCapsule_GetPointer(capsule, NULL)); }
 
-/* A view that keeps its array alive even after the table has replaced it. */
+/* A view that keeps its array alive even if the table replaces it. */
 static PyObject *view(int nd, const npy_intp *size, int type, void *array)
 {
     PyObject *keeper = PyCapsule_New(kvc_array_retain(array), NULL, release_array);

@@ -1,4 +1,4 @@
-/* ops.c - the schema table, and conversion between torch's stack and C. */
+/* ops.c - the table of op schemas, and conversion between torch's stack and C. */
 #include "ops.h"
 #include "base/status.h"
 
@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* X(name, kinds, schema): the one list of ops. */
+/* X(name, kinds, schema): the list of all ops. */
 #define KVC_OPS(X)                                                                                                     \
     X(quantize, "Ti", "(Tensor x, int format) -> (Tensor codes, Tensor scales)")                                       \
     X(dequantize, "TTi", "(Tensor codes, Tensor scales, int format) -> Tensor")                                        \
@@ -84,7 +84,7 @@ KVC_OPS(X)
 #undef X
 
 static atomic_llong handles;
-static int32_t torch_types[KVC_T_OTHER]; /* torch's code of each kvc_scalar */
+static int32_t torch_types[KVC_T_OTHER]; /* torch's code for each kvc_scalar */
 static const char *const type_names[] = {"float32", "float16", "bfloat16", "uint8",
                                          "int32",   "int64",   "bool",     "another dtype"};
 
@@ -99,9 +99,9 @@ const kvc_exec kvc_op_exec = {run_parallel};
 
 const char *kvc_ops_bind(const char *path)
 {
-    static TorchLibraryHandle definitions, implementations, on_gpu; /* must outlive all calls: never freed */
+    static TorchLibraryHandle definitions, implementations, on_gpu; /* must outlive all calls, so never freed */
     static const char *outcome;
-    if (definitions) return outcome; /* a namespace is defined only once, also after a failure */
+    if (definitions) return outcome; /* a namespace can be defined only once, even after a failure */
     const char *missing = kvc_shim_bind(path);
     if (missing) return missing;
     const int32_t types[KVC_T_OTHER] = {kvc_torch.aoti_torch_dtype_float32(),  kvc_torch.aoti_torch_dtype_float16(),
@@ -123,7 +123,7 @@ const char *kvc_ops_bind(const char *path)
     return outcome;
 }
 
-/* ---------------------------------------------------------------- a call */
+/* ---------------------------------------------------------------- running an op */
 
 static kvc_tensor describe(AtenTensorHandle handle, int32_t *device, int32_t *index)
 {
@@ -167,7 +167,7 @@ static int64_t bytes_of(kvc_scalar type)
                                                     : 2;
 }
 
-/* First and last byte of a tensor. Bytes in between may belong to another tensor. */
+/* First and last byte of a tensor. With strides, bytes in between may belong to other tensors. */
 static void span_of(const kvc_tensor *t, uintptr_t *first, uintptr_t *last)
 {
     int64_t elements = 1;
@@ -178,8 +178,8 @@ static void span_of(const kvc_tensor *t, uintptr_t *first, uintptr_t *last)
 
 static bool is_tensor(char kind) { return kind == 'T' || kind == 'W' || kind == 'B'; }
 
-/* What an op checks must not be what it writes: arguments of kind W and B against the others. Two of kind B may be
- * blocks of one pool, as an engine hands them out. */
+/* Checks that arguments that the op writes (kinds W and B) do not overlap other arguments. Two of kind B may overlap:
+ * they can be blocks of one pool, as engines allocate them. */
 static kvc_status check_apart(const kvc_frame *f)
 {
     const char *kinds = f->op->kinds;
@@ -238,7 +238,7 @@ void kvc_op_run(const kvc_op *op, StableIValue *stack)
             kvc_op_delete(frame.out[i]);
         } else {
             stack[i] = (StableIValue)(uintptr_t)frame.out[i];
-            atomic_fetch_sub(&handles, 1); /* owned by torch now */
+            atomic_fetch_sub(&handles, 1); /* torch owns it from here on */
         }
     }
     if (status != KVC_OK) raise(op->name, status);
@@ -267,7 +267,7 @@ kvc_status kvc_op_output(kvc_frame *frame, kvc_scalar type, int64_t dim, const i
     return KVC_OK;
 }
 
-/* "float32, float16" of their bits. */
+/* Writes the names of the types in a bit set: "float32, float16". */
 static const char *types_in(unsigned types, char wanted[96])
 {
     *wanted = 0;

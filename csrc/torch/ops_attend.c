@@ -3,7 +3,7 @@
 #include "ops.h"
 #include "base/status.h"
 
-/* Arguments at.. are arena, table, rows, slots; fills the store except dims and page geometry. */
+/* Fills the store from arguments at, at + 1, ...: arena, table, rows, slots. Dims and page geometry are set later. */
 static kvc_status take_store(const kvc_frame *f, int at, kvc_store *s)
 {
     const kvc_tensor *arena = &f->tensor[at], *table = arena + 1, *rows = arena + 2, *slots = arena + 3;
@@ -31,7 +31,7 @@ static kvc_status take_store(const kvc_frame *f, int at, kvc_store *s)
     return KVC_OK;
 }
 
-/* The store from argument `at`, then heads, dims, width, and the page geometry. */
+/* The complete store: take_store, then heads, dims, width and the page geometry. */
 static kvc_status take_all(const kvc_frame *f, int at, kvc_store *s, int64_t *width)
 {
     const int64_t *i = f->integer + at + 4;
@@ -97,9 +97,9 @@ enum {
     ROWS,
     SLOTS,
     MASK,
-    S_AUX, /* of accumulate_attention: lse */
+    S_AUX, /* in accumulate_attention: lse */
     SEALS,
-    SEEN, /* of attend_step: a tensor */
+    SEEN, /* in attend_step: a tensor */
     PAGE_SIZE,
     SINKS,
     WINDOW,
@@ -107,12 +107,12 @@ enum {
     SOFTCAP,
     MASS_WIDTH,
     FORMATS,
-    KEY_FEEDBACK, /* of attend_feedback, and VALUE_FEEDBACK */
+    KEY_FEEDBACK, /* KEY_FEEDBACK and VALUE_FEEDBACK: in attend_feedback */
     VALUE_FEEDBACK,
-    COUNTERS = KEY_FEEDBACK /* of attend_step */
+    COUNTERS = KEY_FEEDBACK /* in attend_step */
 };
 
-/* Of k and v (arguments k, k + 1) as long as the table; which of its tokens are real, and pages to seal. */
+/* Checks k and v (arguments k, k + 1) against the table, the mask of real tokens, and the seals. */
 static kvc_status check_own(const kvc_frame *f, int k, int table, int mask, int seals)
 {
     const int64_t *size = f->tensor[k].size;
@@ -131,13 +131,13 @@ static kvc_status check_attend(const kvc_frame *f)
 {
     const kvc_tensor *q = &f->tensor[Q], *k = &f->tensor[K];
     KVC_TRY(expect_size(f, Q, "q", 0, k->size[0], "sequences of k"));
-    if (q->size[3] != k->size[3] + f->tensor[V].size[3]) /* of latents: both parts of a key */
+    if (q->size[3] != k->size[3] + f->tensor[V].size[3]) /* latents: q has both parts of a key */
         KVC_TRY(expect_size(f, Q, "q", 3, k->size[3], "head dim of k"));
     KVC_CHECK(q->size[1] > 0, KVC_E_VALUE, "%s: expected at least one head, got none", f->op->name);
     return check_own(f, K, TABLE, MASK, SEALS);
 }
 
-/* All but what the two ops differ in; room for out and lse stays to be given. */
+/* Fills everything that is common to the attention ops; out and lse are set by the caller. */
 static kvc_status take_attend(kvc_frame *f, kvc_attend_args *a)
 {
     const kvc_tensor *t = f->tensor;
@@ -180,7 +180,7 @@ static kvc_status mass_output(kvc_frame *f, kvc_attend_args *a)
     return KVC_OK;
 }
 
-/* Of K or V: [H, dim + 1, dim], or empty. */
+/* Feedback matrices of K or V: [H, dim + 1, dim], or empty. */
 static kvc_status take_feedback(const kvc_frame *f, int i, const char *name, int64_t heads, int64_t dim,
                                 const float **to)
 {
@@ -194,7 +194,8 @@ static kvc_status take_feedback(const kvc_frame *f, int i, const char *name, int
     return KVC_OK;
 }
 
-/* seen: one word where the tensors are, in place of the argument; or NULL. feedback: is it in the arguments? */
+/* seen: a word on the tensors' device that replaces the argument, or NULL. feedback: whether the op has these
+ * arguments. */
 static kvc_status attend(kvc_frame *f, const int64_t *seen, bool feedback)
 {
     kvc_attend_args a;
@@ -234,7 +235,7 @@ kvc_status kvc_op_attend_feedback(kvc_frame *f)
     return attend(f, NULL, true);
 }
 
-/* The same, but all that changes from step to step is in tensors: one call can be recorded and run again. */
+/* Like attend, but everything that changes from step to step is in tensors, so a recorded call can be replayed. */
 kvc_status kvc_op_attend_step(kvc_frame *f)
 {
     KVC_TRY(kvc_op_expect_contiguous(f, SEEN, "seen", 1u << KVC_T_I64, 1));
@@ -243,7 +244,7 @@ kvc_status kvc_op_attend_step(kvc_frame *f)
     return attend(f, f->tensor[SEEN].data, false);
 }
 
-/* Attends once more, for the mass alone; out and lse of these tokens are nobody's. */
+/* Runs attention again for accumulated attention only; out and lse are discarded. */
 kvc_status kvc_op_accumulate_attention(kvc_frame *f)
 {
     kvc_attend_args a;
@@ -258,7 +259,7 @@ kvc_status kvc_op_accumulate_attention(kvc_frame *f)
     float *out = NULL;
     KVC_TRY(kvc_alloc(rows, sizeof *a.lse, &a.lse));
     kvc_status status = kvc_alloc(rows * a.out.stride[1], sizeof *out, &out);
-    a.out.data = out; /* fp32 is room for any dtype */
+    a.out.data = out; /* large enough for any dtype */
     if (status == KVC_OK) status = kvc_attend(&a);
     kvc_free(out);
     kvc_free(a.lse);

@@ -6,7 +6,7 @@
 
 #define MAX_RANK 8
 
-/* Format `code`, quantized, that takes rows of `dim` (dim < 0: not known yet). */
+/* Checks that `code` is a quantized format that takes rows of `dim` (dim < 0: not known yet). */
 static kvc_status check_format(const kvc_frame *f, int64_t code, int64_t dim)
 {
     const kvc_format_info *info = code >= 0 && code < KVC_FORMATS ? kvc_format_get((int)code) : NULL;

@@ -1,6 +1,6 @@
-/* ops_cuda.c - ops on a GPU: the CUDA library is found by name when it is bound, as torch is; a call gets torch's current
- * stream of the tensors' device, a guard that makes that device the current one, and a workspace from torch's allocator, which
- * may hand it on as soon as the call is queued: what follows on the stream comes after. */
+/* ops_cuda.c - ops on a GPU. The CUDA library is loaded at run time when the ops are bound, like torch. Each call uses
+ * torch's current stream of the tensors' device, a device guard, and a workspace from torch's caching allocator, which
+ * is released as soon as the call is queued: later users are ordered after it on the stream. */
 #include "kvc_cuda.h"
 #include "ops.h"
 #include "attend/attend.h"
@@ -67,7 +67,7 @@ const char *kvc_cuda_bind(const char *path, const char *ours)
     }
 #define FIND_OURS(name) FIND(kernels, name)
 #define FIND_TORCHS(result, name, arguments, since) FIND(torch, name)
-    int (*abi)(void) = NULL; /* before all else: another interface may have other functions */
+    int (*abi)(void) = NULL; /* checked first: another ABI version may have other functions */
     void *at = dlsym(kernels, "kvc_cuda_abi");
     memcpy(&abi, &at, sizeof abi);
     if (!abi || abi() != KVC_CUDA_ABI) {
@@ -89,7 +89,7 @@ const char *kvc_cuda_bind(const char *path, const char *ours)
     }
     KVC_CUDA_SHIM_FUNCTIONS(FIND_TORCHS)
 #undef FIND
-    gpu = found; /* both stay loaded */
+    gpu = found; /* the libraries stay loaded */
     bound = true;
     return NULL;
 }
@@ -121,7 +121,7 @@ static kvc_status outcome(const kvc_frame *f, int status)
     return KVC_OK;
 }
 
-/* The call of tensors with heads of at most `dim` dims. */
+/* Begins a call on tensors with heads of at most `dim` dims. */
 static kvc_status begin(kvc_frame *f, int64_t dim, call *c)
 {
     KVC_CHECK(dim <= KVC_MAX_DIM, KVC_E_VALUE, "%s: expected head dims up to %d, got %lld", f->op->name, KVC_MAX_DIM,
@@ -149,7 +149,7 @@ static kvc_status end(kvc_frame *f, call *c, int status)
     return outcome(f, status);
 }
 
-/* A workspace of `bytes` for the call, which is over if there is none. */
+/* Allocates a workspace of `bytes`; ends the call if that fails. */
 static kvc_status take_room(kvc_frame *f, call *c, int64_t bytes)
 {
     void *room = NULL;
@@ -179,7 +179,7 @@ kvc_status kvc_gpu_attend(kvc_frame *f, const kvc_attend_args *args, const int64
     return end(f, &c, gpu.kvc_cuda_attend(args, &c.on));
 }
 
-/* The call of an engine's blocks. */
+/* Begins a call on an engine's blocks. */
 static kvc_status begin_blocks(kvc_frame *f, const kvc_blocks *b, int64_t dim, call *c)
 {
     KVC_TRY(begin(f, dim, c));
@@ -202,7 +202,7 @@ kvc_status kvc_gpu_store_tokens(kvc_frame *f, const kvc_store_args *args)
     return end(f, &c, gpu.kvc_cuda_store_tokens(args, &c.on));
 }
 
-/* `what` with the call's kvc_cuda as its last argument. */
+/* Calls `what` with the call's kvc_cuda as last argument. */
 #define ON_GPU(dim, what, ...)                                                                                         \
     call c;                                                                                                            \
     KVC_TRY(begin(f, dim, &c));                                                                                        \

@@ -1,8 +1,8 @@
-/* ops_engine.c - attend_varlen and store_tokens: an engine's tensors as blocks. */
+/* ops_engine.c - attend_varlen and store_tokens: ops on the blocks of an inference engine. */
 #include "ops.h"
 #include "base/status.h"
 
-/* Argument i, uint8 [blocks, bytes], blocks any distance apart; nothing where it is empty. */
+/* Argument i: uint8 [blocks, bytes] with any stride between blocks. May be empty. */
 static kvc_status take_blocks(const kvc_frame *f, int i, const char *name, int64_t block_size, int64_t page_size,
                               kvc_blocks *b)
 {
@@ -36,7 +36,7 @@ static kvc_status take_table(const kvc_frame *f, int i, const char *name, int64_
     return KVC_OK;
 }
 
-/* Argument i, [tokens, heads, dim], as [1, heads, tokens, dim]. */
+/* Argument i: [tokens, heads, dim], as [1, heads, tokens, dim]. */
 static kvc_status take_tokens(const kvc_frame *f, int i, const char *name, kvc_dense *x)
 {
     const kvc_tensor *t = &f->tensor[i];
@@ -48,7 +48,7 @@ static kvc_status take_tokens(const kvc_frame *f, int i, const char *name, kvc_d
     return KVC_OK;
 }
 
-/* Argument i, contiguous: empty (then *data stays NULL), or of this size. */
+/* Argument i: contiguous and of this size, or empty (*data stays NULL). */
 static kvc_status take_line(const kvc_frame *f, int i, const char *name, kvc_scalar type, int64_t numel, void *data)
 {
     const kvc_tensor *t = &f->tensor[i];
@@ -68,7 +68,7 @@ static kvc_status same_size(const kvc_frame *f, int i, int as, const char *name,
     return KVC_OK;
 }
 
-/* Formats of pages: key << 8 | value. */
+/* Splits key << 8 | value. */
 static kvc_status take_formats(const kvc_frame *f, int64_t formats, kvc_blocks *b)
 {
     KVC_CHECK(formats >= 0 && formats >> 8 < KVC_FORMATS && (formats & 255) < KVC_FORMATS, KVC_E_VALUE,

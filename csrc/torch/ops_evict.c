@@ -3,7 +3,7 @@
 #include "base/status.h"
 #include "keep.h"
 
-/* Arguments 0 to 2: scores, slots, protect (or empty), [B, H, N]. */
+/* Checks arguments 0 to 2: scores, slots, protect (or empty), [B, H, N]. */
 static kvc_status take_scores(const kvc_frame *f)
 {
     const kvc_tensor *scores = &f->tensor[0], *slots = scores + 1, *protect = scores + 2;
@@ -19,7 +19,7 @@ static kvc_status take_scores(const kvc_frame *f)
     return KVC_OK;
 }
 
-/* Argument i: int64 [B], or [B, H]. */
+/* Checks argument i: int64 [B], or [B, H]. */
 static kvc_status take_counts(const kvc_frame *f, int i, const char *name, int dim)
 {
     const int64_t *size = f->tensor[0].size;

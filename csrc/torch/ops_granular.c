@@ -3,7 +3,7 @@
 #include "base/status.h"
 #include "granular.h"
 
-/* Scheme, granularity, group and packing: the four integers from argument i on. */
+/* Reads scheme, granularity, group and packing from arguments i to i + 3. */
 static kvc_status read_grain(const kvc_frame *f, int i, kvc_grain *grain)
 {
     const int64_t *n = f->integer + i;
@@ -25,7 +25,7 @@ static void set_size(kvc_grain *grain, const int64_t *size)
     grain->D = size[3];
 }
 
-/* Argument i, a contiguous tensor of the scales' shape. */
+/* Checks that argument i is a contiguous tensor of the scales' shape. */
 static kvc_status expect_scales(const kvc_frame *f, int i, const char *name, kvc_scalar type,
                                 const kvc_grain_sizes *sizes)
 {
@@ -39,7 +39,7 @@ static kvc_status expect_scales(const kvc_frame *f, int i, const char *name, kvc
     return KVC_OK;
 }
 
-/* Argument i: one number, or empty for 1. */
+/* Argument i: a single number; 1 if empty. */
 static kvc_status read_factor(const kvc_frame *f, int i, float *factor)
 {
     const kvc_tensor *t = &f->tensor[i];
@@ -65,7 +65,7 @@ kvc_status kvc_op_quantize_by(kvc_frame *f)
     KVC_TRY(read_factor(f, 3, &factor));
     for (int i = 1; i < 3; i++)
         if (f->tensor[i].numel) KVC_TRY(expect_scales(f, i, i == 1 ? "scale" : "zero", KVC_T_F32, &sizes));
-    /* NOLINTNEXTLINE: read_grain gave the scheme */
+    /* NOLINTNEXTLINE: read_grain checked the scheme */
     bool asymmetric = kvc_scheme_get(grain.scheme)->coding == KVC_CODING_UINT;
     const int64_t code_size[4] = {grain.B, grain.H, grain.T, sizes.row_bytes}, none[1] = {0};
     KVC_TRY(kvc_op_output(f, KVC_T_U8, 4, code_size, &codes));
@@ -86,7 +86,7 @@ kvc_status kvc_op_dequantize_by(kvc_frame *f)
     KVC_TRY(kvc_op_expect_contiguous(f, 0, "codes", 1u << KVC_T_U8, 4));
     KVC_TRY(read_grain(f, 4, &grain));
     set_size(&grain, f->tensor[0].size);
-    const kvc_scheme_info *scheme = kvc_scheme_get(grain.scheme); /* NOLINT: read_grain gave it */
+    const kvc_scheme_info *scheme = kvc_scheme_get(grain.scheme); /* NOLINT: read_grain checked it */
     KVC_CHECK(grain.D * 8 % scheme->bits == 0, KVC_E_VALUE,
               "dequantize_by: codes: expected whole elements of %d bits a row, got %lld bytes", scheme->bits,
               (long long)grain.D);
@@ -100,7 +100,7 @@ kvc_status kvc_op_dequantize_by(kvc_frame *f)
     return kvc_dequantize_by(&grain, f->tensor[0].data, f->tensor[1].data, f->tensor[2].data, factor, x, &kvc_op_exec);
 }
 
-/* Codes of argument i with the scales of argument i + 2. */
+/* Reads codes from argument i and their scales from argument i + 2. */
 static kvc_status read_coded(const kvc_frame *f, int i, const char *name, kvc_coded *coded)
 {
     const kvc_tensor *t = &f->tensor[i], *scales = &f->tensor[i + 2];

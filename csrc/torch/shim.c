@@ -29,6 +29,6 @@ const char *kvc_shim_bind(const char *path)
     }
     KVC_SHIM_FUNCTIONS(FIND)
 #undef FIND
-    kvc_torch = found; /* the library stays loaded: its handle is kept open */
+    kvc_torch = found; /* the library stays loaded because its handle is not closed */
     return NULL;
 }

@@ -1,13 +1,13 @@
-/* shim.h - the part of libtorch's stable C ABI that we use. Torch's own headers are C++, so the functions are declared
- * here; a test compiles this list beside them. They are found by name when ops are bound (shim.c), not by the linker:
- * the extension builds and loads without torch. */
+/* shim.h - the functions of libtorch's stable C ABI that we use. Torch's own headers are C++, so the functions are
+ * declared here; a test checks these declarations against torch's. They are looked up by name when the ops are bound
+ * (shim.c), not by the linker, so the extension builds and loads without torch. */
 #ifndef KVC_SHIM_H
 #define KVC_SHIM_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-#ifndef KVC_SHIM_TYPES /* the drift test brings torch's own */
+#ifndef KVC_SHIM_TYPES /* the drift test includes torch's own */
 typedef uint64_t StableIValue;
 typedef struct AtenTensorOpaque *AtenTensorHandle;
 typedef struct TorchLibraryOpaque *TorchLibraryHandle;
@@ -47,7 +47,7 @@ typedef struct CUDAGuardOpaque *CUDAGuardHandle;
     FN(int32_t, aoti_torch_dtype_int64, (void), "2.9")                                                                 \
     FN(int32_t, aoti_torch_dtype_bool, (void), "2.9")
 
-/* The same, of libtorch_cuda. */
+/* The functions of libtorch_cuda. */
 #define KVC_CUDA_SHIM_FUNCTIONS(FN)                                                                                    \
     FN(AOTITorchError, aoti_torch_create_cuda_guard, (int32_t, CUDAGuardHandle *), "2.9")                              \
     FN(AOTITorchError, aoti_torch_delete_cuda_guard, (CUDAGuardHandle), "2.9")                                         \

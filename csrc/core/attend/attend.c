@@ -1,9 +1,9 @@
-/* attend.c - the attention driver: how a call is cut into items, and how partial results are joined.
+/* attend.c - the attention driver: splits a call into work items and merges their partial results.
  *
- * Work is cut into items of (sequence, KV head, block of queries, run of columns); a GQA group is never split, so a
- * page is read once for all its query heads. The cut depends on shapes alone, and runs are joined in a fixed order:
- * results do not depend on the number of threads, nor on who takes which item. Which pages an item sees is attend_view.c's, what it does with
- * them attend_work.c's. */
+ * An item is (sequence, KV head, block of queries, run of block table columns). A GQA group is never split, so each
+ * page is read once for all its query heads. The split depends on shapes alone, and runs are merged in a fixed order,
+ * so results do not depend on the number of threads or on scheduling. attend_view.c decides which pages an item sees;
+ * attend_work.c computes attention over a page. */
 #include "base/alloc.h"
 #include "attend_work.h"
 #include "base/floats.h"
@@ -12,19 +12,19 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#define BLOCK_ROWS 64           /* query rows (tokens x G) of an item, about */
-#define RUNS 64                 /* items wanted before a sequence is not split into runs any more */
-#define RUN_COLUMNS 8           /* columns of a run, at least */
-#define JOIN_ROWS 16            /* rows of a piece of joining in parallel, */
-#define JOIN_FLOATS 262144      /* which is worth it for so many partial results */
-#define TOGETHER_BYTES 8192     /* bytes of a page, at least, of heads that are interleaved, */
-#define TOGETHER_ROW_BYTES 4096 /* and for each row of their items */
-#define WORTH_THREADS 65536     /* bytes: one core reads them in the time that waking another takes */
+#define BLOCK_ROWS 64           /* approximate number of query rows (tokens x G) per item */
+#define RUNS 64                 /* sequences are split into runs until there are about this many items */
+#define RUN_COLUMNS 8           /* minimum number of columns per run */
+#define JOIN_ROWS 16            /* rows per work unit when runs are merged in a separate parallel pass */
+#define JOIN_FLOATS 262144      /* minimum number of partial floats for which that pass is used */
+#define TOGETHER_BYTES 8192     /* minimum page size in bytes for interleaving heads */
+#define TOGETHER_ROW_BYTES 4096 /* additional minimum per query row of an item */
+#define WORTH_THREADS 65536     /* bytes that one core reads in the time it takes to wake another thread */
 
 typedef struct driver {
     kvc_job job;
-    float *partial;   /* [items] x part_floats; NULL when runs == 1 */
-    atomic_int *left; /* runs of each (sequence, head, block) that are not done; NULL: join_items joins them all */
+    float *partial;   /* [items][part_floats]; NULL if runs == 1 */
+    atomic_int *left; /* unfinished runs per (sequence, head, block); NULL if join_items merges all of them */
     atomic_llong next;
     atomic_bool failed;
 } driver;
@@ -38,7 +38,8 @@ void kvc_run(const kvc_exec *exec, int64_t n, int64_t bytes, void (*body)(int64_
         body(0, n, context);
 }
 
-/* m = -Inf: nothing seen. Else l > 0, or the row's numbers were not those of a softmax: NaN, not "nothing seen". */
+/* m = -inf means that no token was visible. Otherwise l > 0; if it is not, the scores contained NaN or +inf, and the
+ * output is NaN. */
 static void write_out(const kvc_work *w, int64_t row, const float *o, float m, float l)
 {
     const kvc_call *call = w->at.job->call;
@@ -50,7 +51,7 @@ static void write_out(const kvc_work *w, int64_t row, const float *o, float m, f
     if (a->lse) a->lse[b * call->lse_stride[0] + hq * call->lse_stride[1] + t] = sees ? m + logf(l) : -INFINITY;
     if (a->s_aux && sees) l += expf(a->s_aux[hq] - m);
     float inverse = sees ? 1 / l : 0;
-    float most = call->own_raw == KVC_RAW_F16 ? 65504 : INFINITY; /* decoded V of fp16 may lie beyond it */
+    float most = call->own_raw == KVC_RAW_F16 ? 65504 : INFINITY; /* decoded fp16 values may exceed the fp16 range */
     int64_t at = b * a->out.stride[0] + hq * a->out.stride[1] + t * a->out.stride[2];
     uint16_t *half = (uint16_t *)a->out.data + at;
     if (a->out.dtype == KVC_F32)
@@ -61,13 +62,13 @@ static void write_out(const kvc_work *w, int64_t row, const float *o, float m, f
         for (int64_t d = 0; d < Dv; d++) half[d] = kvc_f32_to_bf16(o[d] * inverse);
 }
 
-/* Floats of an item's partial result: o [rows][Dv] in one space, m and l [rows], which space. */
+/* Floats per partial result: o [rows][Dv] in one space, m [rows], l [rows], and the index of the space. */
 static int64_t part_floats(const kvc_job *job)
 {
     return job->block_tokens * job->group * (kvc_out_dim(job->call) + 2) + KVC_TILE;
 }
 
-/* Adds sums of codes to o[KVC_PLAIN]. */
+/* Transforms the sums of the other spaces back and adds them to o[KVC_PLAIN]. */
 static void to_plain(const kvc_call *call, float *const *o, const bool *summed, int64_t rows)
 {
     int64_t Dv = kvc_out_dim(call);
@@ -79,7 +80,7 @@ static void to_plain(const kvc_call *call, float *const *o, const bool *summed, 
     }
 }
 
-/* The runs of a row, whose sums are in one space or several, by their factors. */
+/* Merges the runs of one row, scaled by `factor`. Runs may have accumulated in different spaces. */
 static void join_runs(const kvc_job *job, const float *p, int64_t size, const int *space, const float *factor,
                       float *const *o, bool *summed)
 {
@@ -100,7 +101,7 @@ static void join_runs(const kvc_job *job, const float *p, int64_t size, const in
     }
 }
 
-/* The runs of a (sequence, head, block) in order, of rows [r0, r1). */
+/* Merges the runs of a (sequence, head, block), in order, for rows [r0, r1). */
 static void join_rows(driver *d, const kvc_work *w, int64_t r0, int64_t r1)
 {
     const kvc_job *job = &d->job;
@@ -132,7 +133,7 @@ static void begin_item(kvc_work *w, int64_t item)
     for (int space = KVC_PLAIN; space < KVC_SPACES; space++) w->summed[space] = false;
 }
 
-/* Whoever finishes the last run of a block joins them, while that is still in the caches. */
+/* The worker that finishes the last run of a block merges its runs while they are still in cache. */
 static void end_item(driver *d, kvc_work *w, int64_t item)
 {
     const kvc_job *job = &d->job;
@@ -184,14 +185,14 @@ static kvc_status attend_some(driver *d, int64_t share)
     return status;
 }
 
-/* Whoever is free takes the next items; of [begin, end) only its size means anything. */
+/* Workers claim items from a shared counter; only the size of [begin, end) is used. */
 static void attend_items(int64_t begin, int64_t end, void *context)
 {
     driver *d = context;
     if (attend_some(d, end - begin) != KVC_OK) atomic_store(&d->failed, true);
 }
 
-/* The same in parallel, after all items: [begin, end) of all pieces of JOIN_ROWS rows. */
+/* Merges runs in parallel after all items are done; [begin, end) are units of JOIN_ROWS rows. */
 static void join_items(int64_t begin, int64_t end, void *context)
 {
     driver *d = context;
@@ -205,8 +206,9 @@ static void join_items(int64_t begin, int64_t end, void *context)
     }
 }
 
-/* How many heads a worker attends to side by side, a divisor of all: one where arithmetic takes longer than memory, since
- * queries and sums of many heads are further away. A page in the middle of the first sequence stands for all. */
+/* Number of heads (a divisor of the total) whose items a worker interleaves. Interleaving improves memory bandwidth but
+ * spreads queries and sums over more memory, so it is off (1) if the call is compute-bound. The decision is based on a
+ * page in the middle of the first sequence. */
 static int64_t heads_together(const kvc_job *job)
 {
     const kvc_store *s = &job->call->a->store;
@@ -215,7 +217,8 @@ static int64_t heads_together(const kvc_job *job)
     kvc_view v = {.page_size = 0};
     kvc_place_at(&p, 0);
     if (job->blocks > 1 || !kvc_view_at(&p, p.columns / 2, &v)) return 1;
-    /* Weights that are kept go where the job has room for every head; fp32 ones take more of it than side by side gains. */
+    /* With accumulated attention, weights are buffered per head; fp32 weights need too much memory for interleaving to
+     * pay off. */
     if (job->call->a->mass && (job->runs == 1 || kvc_format_is_raw(v.key))) return 1;
     if (v.layout.bytes < kvc_max(TOGETHER_BYTES, TOGETHER_ROW_BYTES * rows)) return 1;
     while (s->heads % n) n--;
@@ -238,7 +241,7 @@ static kvc_status attend(kvc_call *call)
         row->attend_item = blocks;
         blocks += s->heads * kvc_ceil_div(row->queries, job->block_tokens);
     }
-    int64_t many = kvc_max(1, rows / BLOCK_ROWS); /* twice the rows, twice the partial results of a run */
+    int64_t many = kvc_max(1, rows / BLOCK_ROWS); /* partial results grow with the number of rows, so use longer runs */
     job->runs = kvc_max(1, kvc_min(RUNS / blocks, job->columns / (RUN_COLUMNS * many)));
     kvc_status status = a->mass ? kvc_mass_begin(job) : KVC_OK;
     if (status == KVC_OK && job->runs > 1) {
@@ -249,7 +252,7 @@ static kvc_status attend(kvc_call *call)
     }
     if (status == KVC_OK) {
         int64_t read =
-            job->columns * s->page_size * (s->key_dim + s->value_dim) * blocks; /* a byte an element, about */
+            job->columns * s->page_size * (s->key_dim + s->value_dim) * blocks; /* about one byte per element */
         atomic_init(&d.next, 0);
         job->items = blocks * job->runs;
         job->together = heads_together(job);

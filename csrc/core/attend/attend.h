@@ -6,7 +6,7 @@
 #include "base/util.h"
 #include "page_access.h"
 
-#define KVC_STREAM ((int64_t)8 << 20) /* bytes of K and V as fp32 that no private cache holds */
+#define KVC_STREAM ((int64_t)8 << 20) /* approximate size of K and V as fp32 above which they exceed private caches */
 
 /* Layout of the tokens of one (sequence, table row). Index i < stored is a stored token; own token j has index
  * stored + j. `contiguous`: slot of index i is first + i. */
@@ -16,7 +16,7 @@ typedef struct kvc_row {
     const int32_t *own_at; /* [own] which of the call's T tokens; NULL: own token j is token j */
     const int32_t *slots;  /* [stored] or NULL */
     bool contiguous;
-    /* A raw page that this call fills and then seals: read in place of its column until the call returns. */
+    /* A raw page that this call fills and then seals: used in place of its column until the call returns. */
     int64_t filling, filling_column; /* entry or KVC_NONE */
     /* The sequence's part of the call, the same in all its rows. */
     int32_t *flag;
@@ -48,10 +48,10 @@ typedef struct kvc_call {
         affine;               /* required by the formats in the call */
     uint8_t *own_pages;       /* otherwise: own K/V, copied to temporary raw pages */
     int own_raw;              /* raw format of the call's k and v */
-    const float *feedback[2]; /* of V, of K: see kvc_attend_feedback */
+    const float *feedback[2]; /* [0]: of V, [1]: of K; see kvc_attend_feedback */
 } kvc_call;
 
-/* Dims of the output; of a query. */
+/* Dims of the output. */
 static inline int64_t kvc_out_dim(const kvc_call *call)
 {
     return call->a->latent ? call->a->store.key_dim : call->a->store.value_dim;

@@ -1,5 +1,5 @@
-/* attend_check.c - everything that can be wrong with a call is found here, before a byte is written; NaN and Inf in k
- * and v by attend_write.c, which reads them. */
+/* attend_check.c - validates a call before anything is written. NaN and Inf in k and v are checked in attend_write.c,
+ * which reads them anyway. */
 #include "base/alloc.h"
 #include "base/dtype.h"
 #include "attend.h"
@@ -7,7 +7,8 @@
 #include <math.h>
 #include <string.h>
 
-/* Own tokens of sequence b: how many are real, and which (into call->own_list when some are not). */
+/* Number of real (unmasked) own tokens of sequence b. If some are masked, *at lists the real ones (in
+ * call->own_list). */
 static int64_t own_tokens(const kvc_call *call, int64_t b, const int32_t **at)
 {
     const kvc_attend_args *a = call->a;
@@ -21,7 +22,7 @@ static int64_t own_tokens(const kvc_call *call, int64_t b, const int32_t **at)
     return n;
 }
 
-/* The raw page that `entry` is sealed from in this call, or KVC_NONE. */
+/* The raw page that this call seals into `entry`, or KVC_NONE. */
 static int64_t sealed_from(const kvc_attend_args *a, int64_t entry)
 {
     for (int64_t i = 0; i < a->n_seals; i++)
@@ -29,7 +30,7 @@ static int64_t sealed_from(const kvc_attend_args *a, int64_t entry)
     return KVC_NONE;
 }
 
-/* A column that own tokens fall on: it must take them. `whole`: all its tokens are own. */
+/* Checks that column c can receive own tokens. whole: all its tokens are own tokens. */
 static kvc_status check_target(kvc_call *call, int64_t c, int64_t entry, bool whole)
 {
     int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
@@ -47,7 +48,7 @@ static kvc_status check_target(kvc_call *call, int64_t c, int64_t entry, bool wh
     return KVC_OK;
 }
 
-/* What the kernels of a format ask for is prepared for all pages of the call. */
+/* Records which kernel inputs (query forms, unpacked codes) the page formats of the call require. */
 static void will_read(kvc_call *call, int key, int value)
 {
     bool latent = call->a->latent;
@@ -55,7 +56,7 @@ static void will_read(kvc_call *call, int key, int value)
     if (latent) call->key_spaces[kvc_format_rotated(value)] = true;
     call->value_spaces[kvc_format_rotated(latent ? key : value)] = true;
     call->affine |= !call->kernels->qk[key] || !call->kernels->pv[value];
-    for (int i = 0; i <= latent; i++) { /* what scores: of latents V too */
+    for (int i = 0; i <= latent; i++) { /* latents are used for scores on both sides */
         int f = i ? value : key;
         call->limbs |= kvc_format_is_integer(f);
         call->halves |= f == KVC_RAW_BF16 || (!kvc_format_is_raw(f) && !kvc_format_is_integer(f));
@@ -95,11 +96,11 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
     KVC_CHECK(!a->mass || end <= a->mass_width, KVC_E_VALUE,
               "attend: attention: expected a width of at least %lld tokens (sequence %lld), got %lld", (long long)end,
               (long long)b, (long long)a->mass_width);
-    int64_t known = KVC_NONE; /* formats that were looked at */
+    int64_t known = KVC_NONE; /* formats that have already passed */
     for (int64_t c = s->sinks ? 0 : 1; c < used; c++) {
         int64_t entry = s->table[r * s->columns + c], first = kvc_column_first(c, s->sinks, s->page_size);
         int64_t last = first + kvc_column_size(c, s->sinks, s->page_size);
-        if (row->own && last > row->stored) { /* this call writes here */
+        if (row->own && last > row->stored) { /* this call writes to the page */
             int64_t raw = first < row->stored && c > 0 && last <= end ? sealed_from(a, entry) : KVC_NONE;
             if (raw != KVC_NONE) {
                 row->filling = entry = raw;
@@ -147,16 +148,16 @@ static kvc_status check_shapes(const kvc_attend_args *a)
     return kvc_scores_check(a->window, a->scale, a->softcap, "attend");
 }
 
-/* Where a sequence's items and own pages begin, those of the ones before it counted. */
+/* Assigns item and own-page offsets to each sequence. */
 static void number_items(kvc_call *call, int64_t *own_pages)
 {
     const kvc_attend_args *a = call->a;
     const kvc_store *s = &a->store;
-    bool beside = !call->own_in_pages; /* own pages, where there are queries to read them */
+    bool beside = !call->own_in_pages; /* own tokens are also stored in temporary raw pages if there are queries */
     for (int64_t b = 0; b < s->batch; b++) {
         kvc_row *row = &call->rows[b * s->table_heads];
         int64_t T = call->segments ? row->own : a->T, own = beside && a->Tq > 0 ? row->own_columns : 0;
-        /* a head's table columns: those that own tokens may fall on */
+        /* columns per head that own tokens may occupy */
         int64_t columns = T ? own + 2 + kvc_ceil_div(T, s->page_size) + kvc_ceil_div(s->sinks, s->page_size) : 0;
         for (int64_t ht = 0; ht < s->table_heads; ht++) {
             row[ht].own_columns = own;
@@ -170,7 +171,7 @@ static void number_items(kvc_call *call, int64_t *own_pages)
     }
 }
 
-/* A copy of the call's seals, checked. */
+/* Copies and validates the call's seals. */
 static kvc_status take_seals(kvc_call *call)
 {
     kvc_attend_args *a = &call->args;

@@ -1,11 +1,12 @@
-/* attend_latent.c - a page of latents (MLA) laid out for attention. A key is K's latent and V's rotary part, its value the
- * latent: V scores and K is summed, so each is turned to the other side's layout, in the codes that it has where the level
- * has a kernel for them, else as fp32. Once a page, for all query heads of a token, whose products take far longer. */
+/* attend_latent.c - prepares a page of latents (MLA) for attention. The key is the latent (stored as K) and the rotary
+ * part (stored as V); the value is the latent. V is therefore used for scores and K is summed, so each side is
+ * converted to the other side's layout: as codes if the level has a kernel for the format, otherwise as fp32. The cost,
+ * once per page, is small compared with the products for all query heads. */
 #include "attend_work.h"
 
 #include <string.h>
 
-/* Floats that a page's side needs as fp32. */
+/* Floats needed to hold one side of a page as fp32. */
 static int64_t side_floats(const kvc_store *s, int64_t dim)
 {
     return kvc_max(s->page_size, kvc_sink_tokens(s->sinks)) * dim;
@@ -17,7 +18,7 @@ void kvc_latent_lay_out(kvc_work *w, float *block, int64_t *used)
     kvc_latent *x = &w->latent;
     x->room[0] = (uint8_t *)kvc_cut(block, used, side_floats(s, s->value_dim));
     x->room[1] = (uint8_t *)kvc_cut(block, used, side_floats(s, s->key_dim));
-    x->meta = (uint8_t *)kvc_cut(block, used, side_floats(s, s->value_dim)); /* more than any format has */
+    x->meta = (uint8_t *)kvc_cut(block, used, side_floats(s, s->value_dim)); /* at least the metadata of any format */
     x->mean_room = kvc_cut(block, used, s->key_dim);
     x->tile = kvc_cut(block, used, KVC_TILE * kvc_max(s->key_dim, s->value_dim));
     for (int i = 0; kvc_panel_kernels_of(w) && i < 3; i++)
@@ -31,7 +32,7 @@ static void transpose(const float *rows, int64_t dim, float *to)
         for (int64_t d = 0; d < dim; d++) to[d * KVC_TILE + t] = rows[t * dim + d];
 }
 
-/* A side's first n tokens as fp32 in the other side's layout. */
+/* Decodes the first n tokens of a side to fp32 in the other side's layout. */
 static kvc_side as_floats(kvc_work *w, const kvc_side *side, int64_t n, uint8_t *room)
 {
     const kvc_tile_kernels *kernels = w->at.job->call->kernels->tile;
@@ -63,7 +64,8 @@ static kvc_side turned(kvc_work *w, const kvc_side *side, int64_t n, uint8_t *ro
     return (kvc_side){f, !side->key, side->dim, side->page_size, room, side->meta};
 }
 
-/* Both roles of the latents; the rotary part where that can be. False: the level has no kernels for them. */
+/* Packs the latents for both roles, and the rotary part if supported. Returns false if the level has no kernels for the
+ * format. */
 static bool pack(kvc_work *w, const kvc_side *key, const kvc_side *value, int64_t n)
 {
     const kvc_kernels *kernels = w->at.job->call->kernels;
@@ -71,7 +73,7 @@ static bool pack(kvc_work *w, const kvc_side *key, const kvc_side *value, int64_
     if (!kernels->panel->pack(key, n, false, x->panel_room[0], &x->keys)) return false;
     kernels->panel->pack(key, n, true, x->panel_room[2], &x->sums);
     x->rotary_packed = kernels->panel->pack(value, n, false, x->panel_room[1], &x->rotary_keys);
-    if (x->keys.centroid) { /* into the space of the codes */
+    if (x->keys.centroid) { /* transform to the space of the codes */
         kvc_load_rows(x->keys.centroid, 0, KVC_F16, 1, key->dim, x->mean_room);
         kernels->rotate(x->mean_room, 1, key->dim);
         x->sums.mean = x->mean_room;
@@ -87,7 +89,7 @@ void kvc_latent_begin(kvc_work *w, const kvc_side *key, const kvc_side *value, i
     x->values = x->packed ? *key : turned(w, key, n, x->room[1]);
     if (x->packed && x->rotary_packed) return;
     x->rotary = turned(w, value, n, x->room[0]);
-    if (x->rotary.meta && kvc_format_traits(value->format).keys == KVC_KEYS_CENTRED) { /* V has no mean: 0 */
+    if (x->rotary.meta && kvc_format_traits(value->format).keys == KVC_KEYS_CENTRED) { /* V stores no mean: use 0 */
         int64_t page = value->page_size, tokens = kvc_meta_bytes(value->format, 0, value->dim, page);
         memcpy(x->meta, value->meta, (size_t)tokens);
         memset(x->meta + tokens, 0, (size_t)(kvc_meta_bytes(value->format, 1, value->dim, page) - tokens));
@@ -104,7 +106,7 @@ void kvc_latent_add_mean(const kvc_work *w, const float *p, int64_t ld, int64_t 
 {
     const kvc_kernels *kernels = w->at.job->call->kernels;
     int64_t D = w->query.dim;
-    float sum[KVC_ROWS * KVC_TILE] = {0}; /* a page of one token */
+    float sum[KVC_ROWS * KVC_TILE] = {0}; /* treated as a page of one token */
     for (int64_t r0 = 0; r0 < rows; r0 += KVC_ROWS) {
         int64_t some = kvc_min(KVC_ROWS, rows - r0);
         for (int64_t r = 0; r < some; r++) {

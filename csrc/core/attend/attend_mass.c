@@ -1,10 +1,10 @@
-/* attend_mass.c - H2O's mass: for every token the sum of exp(s - lse) over the call's queries and the group, exact and
- * without a matrix of weights. A block of queries keeps what softmax made of its scores, relative to the row's m of that
- * time (fp32 where K is raw, else fp16), and rescales it when lse is known. Blocks of one head are added up in integers,
- * whose order does not matter.
+/* attend_mass.c - accumulated attention (H2O): for each token, the sum of exp(s - lse) over the call's queries and the
+ * group. The result is exact, and no full weight matrix is stored. A block of queries keeps its softmax weights
+ * relative to the running maximum m (fp32 if K is raw, otherwise fp16) and rescales them once lse is known. Blocks of
+ * one head are summed in fixed point, so the order does not matter.
  *
- * Cost a token and query row: a store and a load of 2 (K raw: 4) bytes, a multiply-add. Memory: a block's rows for every
- * token, once a worker. */
+ * Cost per token and query row: a store and a load of 2 bytes (4 if K is raw) and a multiply-add. Memory: a block's
+ * rows for every token, per worker. */
 #include "base/alloc.h"
 #include "attend_work.h"
 
@@ -12,14 +12,13 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#define UNIT 0x1p-36 /* of the integers: sums of 2^27 queries fit */
+#define UNIT 0x1p-36 /* fixed-point unit; sums over 2^27 queries do not overflow */
 
 static kvc_status take_room(const kvc_job *job, int64_t blocks, kvc_kept *room)
 {
     int64_t rows = blocks * job->columns * kvc_block_rows(job);
     KVC_TRY(kvc_scratch(rows, sizeof *room->m, &room->m));
-    KVC_TRY(
-        kvc_scratch(rows * job->kept_width, sizeof *room->exact, &room->exact)); /* mostly one of the two is touched */
+    KVC_TRY(kvc_scratch(rows * job->kept_width, sizeof *room->exact, &room->exact)); /* one of the two is used */
     KVC_TRY(kvc_scratch(rows * job->kept_width, sizeof *room->half, &room->half));
     for (int64_t i = 0; i < rows; i++) room->m[i] = -INFINITY;
     return KVC_OK;
@@ -75,8 +74,8 @@ void kvc_kept_at(kvc_work *w, int64_t group)
         for (int64_t i = 0; i < rows; i++) w->kept.m[i] = -INFINITY;
 }
 
-/* lse of row r of the block; +inf for the query of a pad, and for one whose numbers are not those of a softmax: they add
- * nothing to any token. */
+/* lse of row r of the block. Returns +inf, which makes the weights 0, for queries of padding and for rows with a
+ * non-finite lse. */
 static float lse_of(const kvc_work *w, int64_t r)
 {
     const kvc_attend_args *a = w->at.job->call->a;
@@ -87,7 +86,7 @@ static float lse_of(const kvc_work *w, int64_t r)
     return isfinite(lse) ? lse : INFINITY;
 }
 
-/* Tokens [first, first + n) of a head got `sum` (NULL: nothing) of this block. */
+/* Adds `sum` to tokens [first, first + n) of a head. sum = NULL: they received nothing from this block. */
 static void put(const kvc_work *w, int64_t first, int64_t n, const float *sum)
 {
     const kvc_attend_args *a = w->at.job->call->a;
@@ -101,19 +100,19 @@ static void put(const kvc_work *w, int64_t first, int64_t n, const float *sum)
         memset(a->mass + at, 0, (size_t)n * sizeof *sum);
 }
 
-/* What weights relative to each m count now, in their place. */
+/* Replaces each m by the factor that rescales weights relative to it. */
 static void find_factors(kvc_work *w)
 {
     int64_t rows = kvc_block_rows(w->at.job), n = w->at.columns * rows, period = rows;
-    float *lse = w->l; /* is in the output already; whole registers of 16 */
+    float *lse = w->l; /* its contents are already in the output; padded to full registers of 16 */
     for (int64_t r = 0; r < rows; r++) lse[r] = r < w->rows ? lse_of(w, r) : INFINITY;
     for (; 16 % rows == 0 && period < 16; period += rows) memcpy(lse + period, lse, (size_t)rows * sizeof *lse);
     for (int64_t i = 0; i < n; i += period)
         w->at.job->call->kernels->factors(w->kept.m + i, lse, kvc_min(period, n - i));
 }
 
-/* A row between others that see the page, as those of pads are, may never have been written: 0 times what is there could
- * be NaN. */
+/* Clears a row that was never written (such as padding between visible rows): its memory may hold NaN, and 0 * NaN is
+ * NaN. */
 static void forget_row(const kvc_kept *kept, bool half, int64_t at, int64_t n)
 {
     if (half)
@@ -135,7 +134,7 @@ void kvc_mass_of(kvc_work *w)
         const float *factor = kept.m;
         int64_t n16 = kvc_ceil_div(v.n, KVC_TILE) * KVC_TILE, from = 0, to = w->rows;
         bool half = !kvc_format_is_raw(v.key);
-        while (from < to && factor[from] == 0) from++; /* rows that see nothing of the page */
+        while (from < to && factor[from] == 0) from++; /* skip rows that do not see the page */
         while (from < to && factor[to - 1] == 0) to--;
         for (int64_t r = from; r < to; r++)
             if (factor[r] == 0) forget_row(&kept, half, r * width, n16);

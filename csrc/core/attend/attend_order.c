@@ -1,18 +1,19 @@
-/* attend_order.c - in which order a worker takes items and meets their pages, and which pages it prefetches.
+/* attend_order.c - the order in which a worker claims items and visits their pages, and which pages it prefetches.
  *
- * The pages of all heads lie side by side at every column, as they are written. Where a worker's items of these heads need
- * little room, it attends to a column of all of them before the next: memory is then read nearly in a line, which at 32K
- * tokens gives 6 to 12% more of its bandwidth than head by head. Results do not depend on it: items stay what they are. */
+ * At each column, the pages of all heads are adjacent in memory. If the items of several heads need little workspace, a
+ * worker processes a column of all of them before the next column, so memory is read almost sequentially. At 32K tokens
+ * this gives 6 to 12% more bandwidth than head by head. Results do not depend on the order. */
 #include "attend_work.h"
 
-/* Bytes [from, to) of a page into L2. Inlined, because gcc takes a function of prefetches for one without effects. */
+/* Prefetches bytes [from, to) of a page to L2. Must be inlined: gcc treats a function that only prefetches as free of
+ * side effects and removes its calls. */
 static inline __attribute__((always_inline)) void prefetch(const kvc_view *v, int64_t from, int64_t to)
 {
     for (int64_t i = from; i < to; i += 64) __builtin_prefetch(v->data + i, 0, 2);
 }
 
-/* Takes items that nobody has yet, in pieces that become smaller: who wakes late, or shares its core, leaves more to the
- * others, and all end within an item. */
+/* Claims unclaimed items, in chunks that shrink as work runs out, so that workers that start late or share a core get
+ * less and all finish within about one item of each other. */
 static bool take_items(kvc_ahead *x)
 {
     const kvc_job *job = x->places->job;
@@ -20,14 +21,14 @@ static bool take_items(kvc_ahead *x)
     do {
         if (at >= job->items) return false;
         n = kvc_max(1, (job->items - at) * x->share / (2 * job->items));
-        if (n > job->together) n -= (at + n) % job->together; /* all heads of a run */
+        if (n > job->together) n -= (at + n) % job->together; /* keep the heads of a run together */
     } while (!atomic_compare_exchange_weak(job->next, &at, at + n));
     x->at = at;
     x->end = at + n;
     return true;
 }
 
-/* Items of the order: the runs of `together` heads, each with these heads side by side. Begins those of one run. */
+/* Starts the next run. Items are ordered by run, with the `together` heads of a run next to each other. */
 static bool begin_run(kvc_ahead *x)
 {
     const kvc_job *job = x->places->job;
@@ -46,8 +47,8 @@ static bool begin_run(kvc_ahead *x)
     return true;
 }
 
-/* The next page; n = 0 if it holds nothing or if no query of the block sees it, item = -1 after the last. In its place: a
- * copy of what was just written waits for the stores. */
+/* Advances to the next page. n = 0 if it is empty or not visible to any query of the block; item = -1 after the last.
+ * Fills *v in place: copying a view that was just written would wait for the stores. */
 static void next_page(kvc_ahead *x, kvc_view *v)
 {
     const kvc_place *p;
@@ -58,7 +59,7 @@ static void next_page(kvc_ahead *x, kvc_view *v)
         if (x->step >= x->steps && !begin_run(x)) return;
         p = &x->places[x->lane++];
         v->column = p->begin + x->step;
-    } while (x->step > 0 && v->column >= p->end); /* shorter than others */
+    } while (x->step > 0 && v->column >= p->end); /* this run is shorter than others */
     if (v->column < p->end && (!kvc_view_at(p, v->column, v) || !kvc_in_sight(p, v))) v->n = 0;
     v->item = p->item;
     v->lane = x->lane - 1;

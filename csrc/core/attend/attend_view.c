@@ -1,9 +1,9 @@
-/* attend_view.c - which page an item meets at a column, and which of its tokens a query sees. */
+/* attend_view.c - which page an item sees at a column, and which of its tokens are visible to a query. */
 #include "attend_work.h"
 
 #include <string.h>
 
-/* Tokens that stored columns hold for attention. */
+/* Number of tokens in the stored columns. */
 static int64_t paged_tokens(const kvc_call *call, const kvc_row *row)
 {
     return row->stored + (call->own_in_pages ? row->own : 0);
@@ -32,7 +32,7 @@ bool kvc_view_place(const kvc_place *p, int64_t c, kvc_view *v)
     }
     v->first = kvc_column_first(c, s->sinks, s->page_size);
     v->n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged_tokens(call, p->row) - v->first);
-    if (v->n <= 0) return false; /* its formats stay those of its layout: a column without tokens has no entry */
+    if (v->n <= 0) return false; /* an empty column has no entry: keep the view's formats, which match its layout */
     v->entry = kvc_call_entry_at(call, p->b, p->h, c);
     v->key = kvc_entry_key(v->entry), v->value = kvc_entry_value(v->entry);
     return true;
@@ -45,7 +45,7 @@ bool kvc_view_at(const kvc_place *p, int64_t c, kvc_view *v)
     int64_t own = c - p->stored_columns, size = own < 0 ? kvc_column_layout(c, s->sinks, s->page_size) : s->page_size;
     int key = v->key, value = v->value;
     if (!kvc_view_place(p, c, v)) return false;
-    if (v->page_size != size || v->key != key || v->value != value) /* most are as the one before */
+    if (v->page_size != size || v->key != key || v->value != value) /* usually the same as the previous page */
         v->layout = kvc_page_layout(v->key, v->value, s->key_dim, s->value_dim, v->page_size = size);
     if (own < 0)
         v->data = s->arena + kvc_entry_offset(v->entry) + (s->table_heads == 1 ? p->h * v->layout.bytes : 0);
@@ -62,8 +62,8 @@ static void set_bits(uint64_t *bits, int64_t from, int64_t to)
     }
 }
 
-/* A bit for each of the n slots (64 at most) from `oldest` to oldest + span. A dead token's -1 wraps to the largest
- * number. In bytes first, which compilers do many at a time; then the low bit of 8 bytes at once. */
+/* Bit mask of the n slots (64 at most) that are in [oldest, oldest + span]. The -1 of a dead token wraps around to the
+ * largest number. Computed as bytes first, which compilers vectorize, then packed 8 bytes at a time. */
 static uint64_t slots_in(const int32_t *slots, int64_t n, int32_t oldest, uint32_t span)
 {
     uint8_t sees[64] = {0};
@@ -76,7 +76,7 @@ static uint64_t slots_in(const int32_t *slots, int64_t n, int32_t oldest, uint32
     return bits;
 }
 
-/* First slot that a query at `slot` may see; past `slot` for one before its row's first token. */
+/* First slot visible to a query at `slot`; greater than `slot` if the query precedes the row's first token. */
 static int64_t oldest_slot(const kvc_place *p, int64_t slot)
 {
     int64_t window = p->job->call->a->window;
@@ -90,7 +90,7 @@ bool kvc_in_sight(const kvc_place *p, const kvc_view *v)
     return !p->row->contiguous || (from <= slot + p->tokens - 1 && from + v->n > oldest_slot(p, slot));
 }
 
-/* Which tokens of the page query slot `slot` sees; returns how many. */
+/* Sets the bits of the page's tokens that a query at `slot` sees; returns their number. */
 static int64_t visible(const kvc_place *p, const kvc_view *v, int64_t slot, uint64_t *bits)
 {
     const kvc_row *row = p->row;
@@ -119,7 +119,7 @@ static int64_t visible(const kvc_place *p, const kvc_view *v, int64_t slot, uint
     return count;
 }
 
-/* Are all of these from `least` to `most`? Without a branch a slot: this is asked of every page of a table that has evicted. */
+/* Whether all slots are in [least, most]. Branch-free: it runs for every page of a table with evictions. */
 static bool all_within(const int32_t *slots, int64_t n, int64_t least, int64_t most)
 {
     int32_t low = (int32_t)kvc_max(least, 0), high = (int32_t)kvc_min(most, INT32_MAX), out = 0;
@@ -141,7 +141,7 @@ bool kvc_look(const kvc_place *p, const kvc_view *v, int64_t r0, int64_t n, uint
 {
     int64_t G = p->job->group, first_slot = p->row->query_slot + p->t0, seen = 0;
     for (int64_t r = 0; r < n; r++) {
-        if (r > 0 && (r0 + r) % G) { /* same token */
+        if (r > 0 && (r0 + r) % G) { /* same token as the previous row */
             memcpy(bits[r], bits[r - 1], sizeof bits[r]);
             sees[r] = sees[r - 1];
         } else

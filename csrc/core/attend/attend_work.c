@@ -1,21 +1,22 @@
-/* attend_work.c - one page at a time through three kernels: scores (qk), online softmax, weighted sum of V (pv); a page of
- * K and V stays in L1/L2 while all rows of the block use it. */
+/* attend_work.c - attention over one page at a time, with three kernels: scores (qk), online softmax, weighted sum of V
+ * (pv). A page of K and V stays in L1/L2 while all rows of the block use it. */
 #include "attend_work.h"
 #include "base/floats.h"
 
 #include <math.h>
 #include <string.h>
 
-/* 8 bits of q (see kvc_query) and p will do for rotated codes, of p also for groups (see kvc_pv_fn), in sequences of this
- * many columns, for a page of this share of its run's weight so far: the error is then 0.5% of the output, where codes of 4
- * bits make 10% (0.47% with a share of 1/4, 0.56% of all pages; a page that has all the weight of few tokens gives most of it).
- * Short ones stay exact. */
+/* When 8-bit q (see kvc_query) and p are precise enough: for rotated codes (p also for group formats, see kvc_pv_fn),
+ * in sequences of at least COARSE_COLUMNS columns, for pages with at most COARSE_SHARE of the softmax weight so far.
+ * The error is then 0.5% of the output, compared with 10% from 4-bit codes. (0.47% with a share of 1/4, 0.56% without
+ * the limit; pages whose weight is concentrated on few tokens contribute most.) Shorter sequences use full
+ * precision. */
 #define COARSE_COLUMNS 64
 #define COARSE_SHARE 0.5f
 
 /* ---------------------------------------------------------------- queries */
 
-/* False if there is NaN or Inf in the row times factor: its exponent of all ones carries into the sign bit. */
+/* False if the row times `factor` contains NaN or Inf: an all-ones exponent carries into the sign bit. */
 static bool row_is_finite(const float *q, int64_t dim, float factor)
 {
     uint32_t carry = 0;
@@ -28,7 +29,7 @@ static void scale_row(float *q, int64_t n, float factor)
     for (int64_t i = 0; i < n; i++) q[i] *= factor;
 }
 
-/* Dims [first, first + query->dim) of q; whether all of them are finite. */
+/* Loads dims [first, first + query->dim) of q. Returns whether all of them are finite. */
 static bool load_query(kvc_work *w, kvc_query *query, int64_t first)
 {
     const kvc_attend_args *a = w->at.job->call->a;
@@ -49,7 +50,8 @@ static bool load_query(kvc_work *w, kvc_query *query, int64_t first)
     for (int64_t r = 0; r < w->rows; r++) {
         if (row_is_finite(plain->q + r * dim, dim, a->scale)) continue;
         finite = false;
-        memset(plain->q + r * dim, 0, (size_t)dim * sizeof *plain->q); /* integers hold no NaN: l does, to the end */
+        /* integer forms cannot hold NaN; l carries it to the output */
+        memset(plain->q + r * dim, 0, (size_t)dim * sizeof *plain->q);
         w->l[r] = NAN;
     }
     plain->unit = a->scale;
@@ -73,7 +75,7 @@ void kvc_work_begin(kvc_work *w, int64_t item)
     for (int64_t r = 0; r < w->rows; r++) {
         w->m[r] = -INFINITY, w->l[r] = 0;
     }
-    if (w->loaded == w->at.group + 1) return; /* the next run of the same queries, none of which set l */
+    if (w->loaded == w->at.group + 1) return; /* a further run of the same, finite, queries */
     bool finite = load_query(w, &w->query, 0);
     if (w->at.job->call->a->latent) finite &= load_query(w, &w->latent.query, w->query.dim);
     if (w->at.row->flag && *w->at.row->flag)
@@ -91,13 +93,14 @@ static kvc_side side_of(const kvc_work *w, const kvc_view *v, int key)
                : (kvc_side){v->value, 0, s->value_dim, v->page_size, at + v->layout.v, at + v->layout.v_meta};
 }
 
-/* Whether all rows of a wide kernel's can go through it at once. */
+/* Whether the side's shape fits the wide kernels. */
 static bool goes_wide(const kvc_side *side, int64_t n)
 {
     return side->dim % KVC_WIDE_STEP == 0 && n % KVC_WIDE_STEP == 0;
 }
 
-/* Scores of rows [r0, r0 + n) of a page that holds `stored` tokens. ready: an affine K was prepared for an earlier row. */
+/* Scores of rows [r0, r0 + n) of a page with `stored` tokens. ready: an affine K was already prepared for an earlier
+ * row. */
 static void score(kvc_work *w, const kvc_side *key, kvc_query *query, int64_t stored, const kvc_wide_kernels *wide,
                   int64_t r0, int64_t n, ptrdiff_t ahead, bool ready, float *s, int64_t ld)
 {
@@ -120,7 +123,7 @@ static void score(kvc_work *w, const kvc_side *key, kvc_query *query, int64_t st
     }
 }
 
-/* Adds the scores by the rotary part of latents to s. */
+/* Adds the scores of the rotary part to s. */
 static void score_rotary(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *wide, int64_t r0, int64_t n, float *s,
                          int64_t ld)
 {
@@ -129,8 +132,8 @@ static void score_rotary(kvc_work *w, const kvc_view *v, const kvc_wide_kernels 
         for (int64_t t = 0; t < v->n; t++) s[r * ld + t] += w->latent.s[r * KVC_MAX_PAGE + t];
 }
 
-/* Adds the page's V by the weights p of rows [r0, r0 + n). An affine V is fetched ahead when it is prepared, with the
- * first rows; others with the last. */
+/* Adds V of the page, weighted by p, to rows [r0, r0 + n). An affine V prefetches the next page when it is prepared
+ * (with the first rows); other formats do so with the last rows. */
 static void add_values(kvc_work *w, const kvc_side *value, int64_t stored, const kvc_wide_kernels *wide, int64_t r0,
                        int64_t n, kvc_digits digits, ptrdiff_t ahead, bool ready, const float *p, int64_t ld)
 {
@@ -155,9 +158,9 @@ static void add_values(kvc_work *w, const kvc_side *value, int64_t stored, const
     }
 }
 
-/* Has the room of the next page's weights in the cache when they are written: a page takes less time than a store to a
- * line that left the cache, which longer sequences' lines do between two calls. Inlined, because gcc takes a function of
- * prefetches for one without effects, and drops its calls. */
+/* Prefetches the buffer for the next page's weights. In long sequences it has left the cache since the last call, and a
+ * store that misses takes longer than a page's arithmetic. Must be inlined: gcc treats a function that only prefetches
+ * as free of side effects and removes its calls. */
 static inline __attribute__((always_inline)) void fetch_room(const kvc_work *w, int64_t c, bool exact)
 {
     kvc_kept next = kvc_kept_of(w, c, 0);
@@ -166,7 +169,8 @@ static inline __attribute__((always_inline)) void fetch_room(const kvc_work *w, 
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(to + i, 1, 3);
 }
 
-/* Brings rows' share of the next page to L2. Packing would ask for all of it at once. */
+/* Prefetches part of the next page to L2, spread over the rows of the block. Packing would request all
+ * of it at once. */
 static inline __attribute__((always_inline)) void fetch_part(const kvc_work *w, const kvc_view *v, int64_t r0,
                                                              int64_t n, ptrdiff_t ahead)
 {
@@ -175,7 +179,7 @@ static inline __attribute__((always_inline)) void fetch_part(const kvc_work *w, 
         __builtin_prefetch(v->data + ahead + i * KVC_ALIGN, 0, 2);
 }
 
-/* Scores of rows [r0, r0 + n), and of latents those by the rotary part. */
+/* Scores of rows [r0, r0 + n), including the rotary part for latents. */
 static void score_page(kvc_work *w, const kvc_view *v, const kvc_side *key, const kvc_wide_kernels *wide, int64_t r0,
                        int64_t n, ptrdiff_t ahead, bool ready, float *s, int64_t ld)
 {
@@ -196,8 +200,8 @@ static void score_page(kvc_work *w, const kvc_view *v, const kvc_side *key, cons
         score_rotary(w, v, wide, r0, n, s, ld);
 }
 
-/* Adds a packed page's latents by the weights p. 8 bits of p add 1% to the variance of what 4-bit codes round, whatever the
- * page's share; what they add to that of bytes (decision 127) bf16 and fp16 may have. */
+/* Adds the latents of a packed page, weighted by p. 8-bit p adds 1% to the error variance of 4-bit codes, whatever the
+ * page's share of the weight. For 8-bit codes (decision 127) the error is acceptable for bf16 and fp16 outputs. */
 static void add_panel(kvc_work *w, int64_t stored, int64_t r0, int64_t n, const float *p, int64_t ld, const float *keep)
 {
     const kvc_call *call = w->at.job->call;
@@ -211,7 +215,8 @@ static void clear_sums(kvc_work *w, int space)
     if (!w->summed[space]) memset(w->o[space], 0, (size_t)(w->rows * kvc_out_dim(w->at.job->call)) * sizeof(float));
 }
 
-/* Before a page's first rows: latents laid out, sums that there were none of cleared. True: the page sets them. */
+/* Called before a page's first rows: prepares latents and clears sums that have no contribution yet. Returns true if
+ * the kernel will overwrite the sums instead of adding to them. */
 static bool begin_page(kvc_work *w, const kvc_side *key, kvc_side *value, int64_t n, bool all)
 {
     bool latent = w->at.job->call->a->latent;
@@ -226,13 +231,14 @@ static bool begin_page(kvc_work *w, const kvc_side *key, kvc_side *value, int64_
     return sets;
 }
 
-/* What will do for the weights of a page. */
+/* Required precision of the softmax weights. */
 static kvc_digits digits_for(const kvc_work *w, bool coarse)
 {
     return coarse ? KVC_P_BYTE : w->at.job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
 }
 
-/* A whole page that all rows see, as most pages are at decode: nothing to look at, to keep or to lay out. */
+/* Fast path for a full page that every row sees, which is the common case at decode: no masks, no accumulated
+ * attention, no latents. */
 static void attend_whole(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
 {
     static const uint64_t bits[][4] = {{~0ull, ~0ull, ~0ull, ~0ull},
@@ -271,7 +277,8 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
     const kvc_kernels *kernels = job->call->kernels;
     const kvc_wide_kernels *wide = w->rows > KVC_ROWS ? kernels->wide : NULL;
     int64_t Dv = kvc_out_dim(job->call), n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE, c = v->column;
-    bool keeps = w->kept.m, exact = keeps && kvc_format_is_raw(v->key); /* weights, for the mass; as they are */
+    /* store weights for accumulated attention; fp32 if exact */
+    bool keeps = w->kept.m, exact = keeps && kvc_format_is_raw(v->key);
     bool many = wide || kvc_panel_kernels_of(w);
     int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE, step = many ? KVC_WIDE : KVC_ROWS;
     int64_t sees[KVC_WIDE];
@@ -283,13 +290,14 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
     }
     kvc_side key = side_of(w, v, 1), value = side_of(w, v, 0);
     if (keeps && w->rows <= KVC_ROWS && c + 1 < w->at.columns) fetch_room(w, c + 1, exact);
-    for (int64_t i = 0; all && i < KVC_WORDS; i++) { /* at once: a call of memset a row takes longer than the rest */
+    for (int64_t i = 0; all && i < KVC_WORDS; i++) { /* in one loop: one memset per row is slower */
         int64_t left = v->n - 64 * i;
         uint64_t word = left >= 64 ? ~0ull : left > 0 ? ~0ull >> (64 - left) : 0;
         for (int64_t r = 0; r < step; r++) bits[r][i] = word;
     }
     for (int64_t r = 0; all && r < step; r++) sees[r] = v->n;
-    /* The next page is fetched once: its K by the first rows' scores, its V by the last rows' sums. */
+    /* The next page is prefetched once: its K with the scores of the first rows, its V with the sums
+     * of the last rows. */
     for (int64_t r0 = 0; r0 < w->rows; r0 += step) {
         int64_t n = kvc_min(step, w->rows - r0);
         kvc_kept kept = {0};
@@ -299,9 +307,10 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
         if (!ready) sets = begin_page(w, &key, &value, v->n, all);
         score_page(w, v, &key, wide, r0, n, ahead, ready, s, ld);
         bool coarse = w->query.coarse;
-        int panel = latent && w->latent.packed ? kvc_format_rotated(value.format) : -1; /* scales its sums itself */
+        /* add_panel scales these sums */
+        int panel = latent && w->latent.packed ? kvc_format_rotated(value.format) : -1;
         float keep[KVC_WIDE], m[KVC_WIDE], before[KVC_WIDE], *l = w->l + r0;
-        if (many) /* of constant size: "rep movs" takes longer than all of these */
+        if (many) /* constant sizes, because "rep movs" is slower for such small copies */
             memcpy(m, w->m + r0, sizeof m), memcpy(before, l, sizeof before);
         else
             memcpy(m, w->m + r0, KVC_ROWS * sizeof *m), memcpy(before, l, KVC_ROWS * sizeof *l);
@@ -314,7 +323,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
             if (isnan(keep[r])) memset(s + r * ld, 0, (size_t)n16 * sizeof *s);
             for (int space = 0; keep[r] != 1 && space < KVC_SPACES; space++)
                 if (w->summed[space] && space != panel) scale_row(w->o[space] + (r0 + r) * Dv, Dv, keep[r]);
-            if (keeps && sees[r] && m[r] < INFINITY) kept.m[r] = m[r]; /* of +inf: no softmax, no weights */
+            if (keeps && sees[r] && m[r] < INFINITY) kept.m[r] = m[r]; /* m = +inf: there are no valid weights */
         }
         if (keeps && !exact) kernels->keep(s, ld, n, n16, kept.half, job->kept_width);
         if (latent && w->latent.packed)
@@ -350,7 +359,7 @@ static void lay_out_query(const kvc_call *call, kvc_query *query, int64_t rows, 
         }
         if (!call->limbs || !call->kernels->limbs) continue;
         f->hi = (int8_t *)kvc_cut(block, used, rows * dim / 2);
-        f->lo = f->hi ? f->hi + rows * dim : NULL; /* no block yet: its size is asked for */
+        f->lo = f->hi ? f->hi + rows * dim : NULL; /* NULL while the size is being computed */
         f->step = kvc_cut(block, used, rows);
         f->sum = (int32_t *)kvc_cut(block, used, rows);
         f->one = (int8_t *)kvc_cut(block, used, rows * dim / 4);
@@ -359,7 +368,7 @@ static void lay_out_query(const kvc_call *call, kvc_query *query, int64_t rows, 
     }
 }
 
-/* What is an item's own. */
+/* Buffers that each item needs for itself. */
 static void lay_out_item(kvc_work *w, int64_t rows, float *block, int64_t *used)
 {
     const kvc_call *call = w->at.job->call;
@@ -384,7 +393,7 @@ int64_t kvc_work_lay_out(kvc_work *works, int64_t n, const kvc_job *job, float *
     for (int side = 0; call->affine && side < 2; side++) {
         int64_t page = kvc_max(s->page_size, kvc_sink_tokens(s->sinks)), dim = side ? Dv : Dk;
         w->words[side] = (uint8_t *)kvc_cut(block, &used, page * dim / 4);
-        w->affine[side].scale = kvc_cut(block, &used, page * dim / KVC_TILE); /* 16 dims to a group, at least */
+        w->affine[side].scale = kvc_cut(block, &used, page * dim / KVC_TILE); /* groups have at least 16 dims */
         w->affine[side].middle = kvc_cut(block, &used, page * dim / KVC_TILE);
     }
     if (call->a->latent) {

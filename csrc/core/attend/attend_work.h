@@ -7,127 +7,131 @@
 
 #include <stdatomic.h>
 
-/* Weights of pages by column and row: m that they are relative to (-inf: none), fp32 or fp16. */
+/* Buffered softmax weights by column and row, relative to m (-inf: none). */
 typedef struct kvc_kept {
     float *m;       /* [columns][rows] */
-    float *exact;   /* [columns][rows][kept_width]: of raw K */
-    uint16_t *half; /* the same, of other K */
+    float *exact;   /* [columns][rows][kept_width], fp32: if K is raw */
+    uint16_t *half; /* the same, fp16: for other formats of K */
 } kvc_kept;
 
 typedef struct kvc_job {
     const kvc_call *call;
-    int64_t group, block_tokens, blocks, runs; /* G; tokens a block; blocks and runs a (sequence, head) */
-    int64_t columns;                           /* of the longest sequence */
+    /* GQA group size; tokens per block; blocks and runs per (sequence, head) */
+    int64_t group, block_tokens, blocks, runs;
+    int64_t columns; /* of the longest sequence */
     int64_t items;
-    int64_t together; /* heads whose items lie side by side in the order in which workers take them (attend_order.c) */
-    atomic_llong *next; /* items of that order already claimed */
-    /* For the mass (see attend_mass.c): room of every block where blocks have several runs, and sums over blocks. */
+    int64_t together;   /* number of heads whose items are interleaved (attend_order.c) */
+    atomic_llong *next; /* number of items claimed so far */
+    /* Accumulated attention (see attend_mass.c): buffers of all blocks if there are several runs, and
+     * sums over blocks. */
     kvc_kept kept;
     int64_t kept_width;
-    atomic_llong *total; /* [B, H, mass_width]; NULL for a single block */
+    atomic_llong *total; /* [B, H, mass_width] in fixed point; NULL for a single block */
 } kvc_job;
 
 /* An item: its sequence, head, block of queries and run of columns. */
 typedef struct kvc_place {
     const kvc_job *job;
     const kvc_row *row;
-    int64_t item, b, h, group; /* group: of runs over one block of queries of (b, h) */
-    int64_t t0, tokens;        /* first query token, tokens of the block */
+    int64_t item, b, h, group; /* group: index of the (sequence, head, block) that its runs share */
+    int64_t t0, tokens;        /* first query token and number of query tokens of the block */
     int64_t begin, end;        /* columns of the run */
     int64_t columns;           /* of the sequence */
-    int64_t stored_columns;    /* of them; then own ones in pages of their own */
+    int64_t stored_columns;    /* the rest are own tokens in temporary pages */
 } kvc_place;
 
 /* A page as seen by an item. */
 typedef struct kvc_view {
-    int64_t item, column, lane; /* lane: group % together */
-    bool last;                  /* of the item's pages; an item without pages has one that holds nothing */
-    int64_t first, n; /* index of its first token, tokens stored; n <= 0: none, and the rest is the view's before */
-    int64_t entry;    /* of stored columns */
+    int64_t item, column, lane; /* lane: index among interleaved items */
+    bool last;                  /* last page of the item; an item without pages has one empty view */
+    /* index of its first token; number of tokens. If n <= 0, the other fields are left from the previous view. */
+    int64_t first, n;
+    int64_t entry; /* for stored columns */
     const uint8_t *data;
     int key, value;
-    int64_t page_size; /* of its layout */
+    int64_t page_size; /* according to its layout */
     kvc_layout layout;
 } kvc_view;
 
-/* A page of latents as attention takes it: the rotary part laid out as K, the latents as V; both point into `room`, or, what
- * both sides have alike, into the page. */
+/* A page of latents prepared for attention: the rotary part laid out as K, the latents as V. Both point into `room`, or
+ * into the page for data that is the same in both layouts. */
 typedef struct kvc_latent {
     kvc_side rotary, values;
     kvc_query query;  /* of the rotary part */
-    float *s;         /* its scores */
-    float *mean;      /* [Dk] of the page, where the format has one; else NULL */
-    float *tile;      /* a tile of rows */
+    float *s;         /* scores of the rotary part */
+    float *mean;      /* [Dk] mean of the page, if the format has one; else NULL */
+    float *tile;      /* one tile of rows */
     float *mean_room; /* [Dk] */
     uint8_t *room[2], *meta;
-    bool packed, rotary_packed; /* used instead of the fields above: */
+    bool packed, rotary_packed; /* if set, the panels below are used instead of the fields above */
     kvc_panel keys, rotary_keys, sums;
     uint8_t *panel_room[3];
 } kvc_latent;
 
 typedef struct kvc_work {
     kvc_place at;
-    int64_t rows; /* of the block; row = t * G + g */
+    int64_t rows; /* in the block; row = t * G + g */
     kvc_query query;
-    int64_t loaded;          /* the group whose queries are loaded, all finite, + 1 */
+    int64_t loaded;          /* 1 + the group whose queries are loaded and finite; 0: none */
     float *s;                /* scores of a page */
-    float *o[KVC_SPACES];    /* [rows][Dv]; of spaces that the call meets and KVC_PLAIN, else NULL */
-    bool summed[KVC_SPACES]; /* is there anything in it? */
-    float *m, *l;            /* [rows] up to a multiple of 16 */
-    kvc_affine affine[2];    /* K and V of a page, for formats without kernels, and room for their codes */
+    float *o[KVC_SPACES];    /* [rows][Dv] for spaces used by the call and KVC_PLAIN, else NULL */
+    bool summed[KVC_SPACES]; /* whether o[space] has any contribution */
+    float *m, *l;            /* [rows], rounded up to a multiple of 16 */
+    kvc_affine affine[2];    /* unpacked K and V of a page, for formats without kernels of their own */
     uint8_t *words[2];
     kvc_kept kept;
     kvc_latent latent;
 } kvc_work;
 
-/* Number of heads whose items a worker interleaves. */
+/* Maximum number of heads that a worker interleaves. */
 enum { KVC_TOGETHER = 8 };
-/* Floats of a worker's block for n items at a time; with a block, cuts it up. What a page needs they share. */
+/* Lays out the workspace of a worker for n interleaved items in `block` and returns its size in floats. block = NULL
+ * only computes the size. Per-page buffers are shared by the items. */
 int64_t kvc_work_lay_out(kvc_work *w, int64_t n, const kvc_job *job, float *block);
 
-/* Columns of a sequence that hold something for attention, own pages included. */
+/* Columns of a sequence that attention reads, including temporary own pages. */
 int64_t kvc_item_columns(const kvc_call *call, const kvc_row *row);
-/* attend_view.c: only first, n, and if n is above 0 the formats of a view; false if it is not. */
+/* attend_view.c: sets first and n, and the formats if n > 0. Returns n > 0. */
 bool kvc_view_place(const kvc_place *p, int64_t c, kvc_view *v);
-/* The whole view, of which v is an earlier one or zero (a layout is kept where formats are the same); false if n is not above
- * 0. Whether a query of the block may see a token of it. */
+/* Sets the complete view; v is the previous view or zero (its layout is reused if the formats match). Returns n > 0.
+ * kvc_in_sight: whether any query of the block may see a token of it. */
 bool kvc_view_at(const kvc_place *p, int64_t c, kvc_view *v);
 bool kvc_in_sight(const kvc_place *p, const kvc_view *v);
-/* Whether every row of the block sees every token of the page; which tokens rows [r0, r0 + n) see, and how many (false: none
- * sees any). */
+/* kvc_all_seen: whether every row of the block sees every token of the page. kvc_look: which tokens rows [r0, r0 + n)
+ * see, and how many; false if none sees any. */
 bool kvc_all_seen(const kvc_place *p, const kvc_view *v);
 bool kvc_look(const kvc_place *p, const kvc_view *v, int64_t r0, int64_t n, uint64_t bits[][KVC_WORDS], int64_t *sees);
 /* Moves p to an item of the same or a later sequence. */
 void kvc_place_at(kvc_place *p, int64_t item);
 
-/* attend_order.c: the pages of the items that a worker takes, in the order in which they are attended to, and KVC_AHEAD more,
- * which are on their way from memory. One page ahead is too few where memory takes longer than a page's arithmetic. */
+/* attend_order.c: iterates over the pages of a worker's items in processing order, KVC_AHEAD pages ahead for
+ * prefetching. One page ahead is not enough where memory latency exceeds the arithmetic of a page. */
 enum { KVC_AHEAD = 2, KVC_AHEAD_PAGES = 4 };
 typedef struct kvc_ahead {
     kvc_place places[KVC_TOGETHER];  /* by lane */
-    int64_t at, end;                 /* taken, of the order */
-    int64_t lane, first, last;       /* that is next; those of the items under way */
-    int64_t step, steps;             /* column of their runs, of the longest of them */
-    int64_t share;                   /* of job->items, that would be this worker's if all were as fast */
-    kvc_view pages[KVC_AHEAD_PAGES]; /* a ring */
+    int64_t at, end;                 /* claimed range of items */
+    int64_t lane, first, last;       /* next lane; range of lanes in progress */
+    int64_t step, steps;             /* current column of their runs; length of the longest */
+    int64_t share;                   /* this worker's share of job->items if all were equally fast */
+    kvc_view pages[KVC_AHEAD_PAGES]; /* ring buffer */
     int64_t page;
 } kvc_ahead;
 void kvc_ahead_begin(kvc_ahead *x, const kvc_job *job, int64_t share);
-/* The next page (n = 0: nothing to do); NULL after the last item. distance: bytes from it to the page whose
- * codes its kernels prefetch, laid out the same; 0: none. */
+/* The next page (n = 0: nothing to do); NULL after the last item. distance: bytes to the page whose codes the kernels
+ * should prefetch, which has the same layout; 0: none. */
 const kvc_view *kvc_ahead_next(kvc_ahead *x, ptrdiff_t *distance);
 
-/* Where w is: loads and prepares q; m = -inf, l = 0 (NaN where q is). */
+/* Moves to an item: loads and prepares its queries, sets m = -inf and l = 0 (NaN if q is not finite). */
 void kvc_work_begin(kvc_work *w, int64_t item);
-/* attend_latent.c: room for a page, cut off `block`; a page of n tokens laid out for attention; adds its mean latent to o by
- * the weights p. */
+/* attend_latent.c: allocates buffers from `block`; prepares a page of n tokens; adds its mean latent to o, weighted by
+ * p. */
 void kvc_latent_lay_out(kvc_work *w, float *block, int64_t *used);
 void kvc_latent_begin(kvc_work *w, const kvc_side *key, const kvc_side *value, int64_t n);
 void kvc_latent_add_mean(const kvc_work *w, const float *p, int64_t ld, int64_t rows, int64_t n, float *o);
-/* Takes `floats` floats (a multiple of 16) from the workspace; only counts them while there is none. */
+/* Takes `floats` floats (rounded up to a multiple of 16) from the workspace. block = NULL: only counts. */
 float *kvc_cut(float *block, int64_t *used, int64_t floats);
 
-/* Kernels for panels of latents, if the block has rows enough to pack for and the level nothing better. */
+/* Panel kernels for latents, if the block has enough rows to justify packing and the level has no wide kernels. */
 static inline const kvc_panel_kernels *kvc_panel_kernels_of(const kvc_work *w)
 {
     const kvc_kernels *kernels = w->at.job->call->kernels;
@@ -135,10 +139,11 @@ static inline const kvc_panel_kernels *kvc_panel_kernels_of(const kvc_work *w)
     return w->at.job->call->a->latent && many && !kernels->wide ? kernels->panel : NULL;
 }
 
-/* The page's part in o, m, l of all rows of the block. ahead: see kvc_ahead_next. */
+/* Updates o, m, l of all rows of the block with a page. ahead: see kvc_ahead_next. */
 void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead);
 
-/* attend_mass.c: the mass of a call; of a worker; of its item, in block `group`; one row at a column. */
+/* attend_mass.c: buffers for accumulated attention: of a call, of a worker, of the item in block `group`; kvc_kept_of:
+ * of a row and column. */
 kvc_status kvc_mass_begin(kvc_job *job);
 void kvc_mass_end(kvc_job *job);
 kvc_status kvc_kept_begin(kvc_work *w);
@@ -153,7 +158,7 @@ static inline kvc_kept kvc_kept_of(const kvc_work *w, int64_t c, int64_t row)
 {
     return kvc_kept_from(&w->kept, c * kvc_block_rows(w->at.job) + row, w->at.job->kept_width);
 }
-/* Adds what w's block kept to a->mass; its lse is known. */
+/* Adds the item's weights to a->mass. Requires lse. */
 void kvc_mass_of(kvc_work *w);
 
 #endif

@@ -1,9 +1,10 @@
-/* attend_write.c - the writing half of a call: put own tokens where the table says, then seal full pages.
+/* attend_write.c - the write phase of a call: writes own tokens to the pages that the table names, then seals full
+ * pages.
  *
- * The unit of work is (page, head): V words hold several tokens, so a page has one writer. Own tokens are looked at for
- * NaN and Inf a page at a time, right before they are written: memory is read once, and in order, which hardware foresees
- * as it does not the encoders' way across rows. So a call may fail when some pages are written: no token that was
- * stored before is in what they hold. */
+ * The unit of work is (page, head): a V word holds several tokens, so each page has a single writer. Own tokens are
+ * checked for NaN and Inf one page at a time, right before they are written, so memory is read once and sequentially,
+ * which hardware prefetchers handle better than the encoders' access pattern. A call may therefore fail after some
+ * pages were written; they contain no tokens that were stored before. */
 #include "base/alloc.h"
 #include "attend.h"
 
@@ -13,8 +14,8 @@
 
 typedef struct writer {
     kvc_call *call;
-    atomic_bool failed;  /* a worker found no memory */
-    atomic_llong bad[2]; /* lowest (sequence, head, token) of k, v with NaN or Inf; LLONG_MAX none */
+    atomic_bool failed;  /* a worker could not allocate its workspace */
+    atomic_llong bad[2]; /* index of the first (sequence, head, token) of k and v with NaN or Inf; LLONG_MAX if none */
 } writer;
 
 static const uint8_t *own_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
@@ -30,7 +31,7 @@ static const uint8_t *call_row(const kvc_row *row, const kvc_dense *x, int64_t b
     return own_row(x, b, h, row->token + own_token(row, j));
 }
 
-/* The first of own tokens j0 .. j0+n that holds NaN or Inf; -1 none. */
+/* First of own tokens [j0, j0 + n) with NaN or Inf; -1 if none. */
 static int64_t find_bad(const kvc_dense *x, const kvc_row *row, int64_t b, int64_t h, int64_t dim, int64_t j0,
                         int64_t n)
 {
@@ -46,7 +47,7 @@ static void lower(atomic_llong *to, long long value)
     while (value < old && !atomic_compare_exchange_weak(to, &old, value)) {}
 }
 
-/* Own token j, or zeros in its place if it must be looked at and holds NaN or Inf. */
+/* Own token j; zeros if it has to be checked and contains NaN or Inf. */
 static const uint8_t *taken_row(const kvc_row *row, const kvc_dense *x, int64_t b, int64_t h, int64_t j, int64_t dim,
                                 bool finite)
 {
@@ -55,8 +56,8 @@ static const uint8_t *taken_row(const kvc_row *row, const kvc_dense *x, int64_t 
     return finite || kvc_all_finite(at, x->dtype, dim) ? at : (const uint8_t *)zeros;
 }
 
-/* Own tokens j0 .. j0+n of one side to tokens t0 .. of a page: whole quantized pages at once, else row by row or as
- * one strided run. */
+/* Writes own tokens [j0, j0 + n) of one side to a page, from token t0 on: full quantized pages at once, others row by
+ * row or as one strided run. */
 static void write_side(const kvc_room *side, const kvc_dense *x, const kvc_row *row, int64_t b, int64_t h, int64_t j0,
                        int64_t t0, int64_t n, bool finite, float *scratch)
 {
@@ -78,8 +79,8 @@ static const float *feedback_of(const kvc_call *call, int64_t h, int key)
     return call->feedback[key] ? call->feedback[key] + h * (dim + 1) * dim : NULL;
 }
 
-/* The head whose row of a table with a row for each names `entry`, from row *at on, where the last one was found: seals are in
- * the table's order. Columns that no token reaches were not copied. */
+/* Finds the head whose table row contains `entry`. Seals are in table order, so the search starts at *at, where the
+ * previous one ended. Columns beyond the last token were not copied and are not searched. */
 static int64_t head_of(const kvc_attend_args *a, int64_t entry, int64_t *at)
 {
     const kvc_store *s = &a->store;
@@ -113,7 +114,7 @@ static void write_page(writer *w, const kvc_page *page, int64_t b, int64_t h, in
     }
 }
 
-/* Floats a worker needs: a page of rows and what the codec asks for. */
+/* Floats of scratch per worker: a page of rows and the codec's workspace. */
 static int64_t scratch_floats(const kvc_store *s)
 {
     return kvc_page_scratch(kvc_max(s->key_dim, s->value_dim), KVC_MAX_PAGE);
@@ -129,7 +130,7 @@ static void seal_pages(int64_t begin, int64_t end, void *context)
         atomic_store(&w->failed, true);
         return;
     }
-    int64_t heads = s->table_heads == 1 ? s->heads : 1, at = 0; /* heads: pages that an entry names */
+    int64_t heads = s->table_heads == 1 ? s->heads : 1, at = 0; /* pages per entry */
     for (int64_t i = begin; i < end; i++) {
         const int64_t *pair = a->seals + 2 * (i / heads);
         kvc_page from = kvc_page_of(s, pair[0], i % heads, s->page_size);
@@ -168,14 +169,14 @@ static void write_own(int64_t begin, int64_t end, void *context)
         int64_t at = i - kvc_call_row(call, b, 0)->write_item;
         int64_t columns = (next - kvc_call_row(call, b, 0)->write_item) / s->heads, h = at / columns, c = at % columns;
         const kvc_row *row = kvc_call_row(call, b, h);
-        if (c < row->own_columns) { /* own K/V, exact, for this call's attention */
+        if (c < row->own_columns) { /* exact K and V for this call's own attention */
             kvc_page page = {call->own_pages + (row->own_page + h * row->own_columns + c) * own_bytes, call->own_raw,
                              call->own_raw, s->page_size};
             int64_t j = c * s->page_size, n = kvc_min(row->own - j, s->page_size);
             if (n > 0) write_page(w, &page, b, h, j, 0, n, scratch);
             continue;
         }
-        /* The c-th column from the one that the first own token falls on. */
+        /* Column of the table: c counts from the column of the first own token. */
         c += kvc_column(row->stored, s->sinks, s->page_size) - row->own_columns;
         int64_t first = kvc_column_first(c, s->sinks, s->page_size);
         int64_t from = kvc_max(first, row->stored);
@@ -185,7 +186,7 @@ static void write_own(int64_t begin, int64_t end, void *context)
         write_page(w, &page, b, h, from - row->stored, from - first, n, scratch);
     }
     kvc_scratch_free(scratch);
-    atomic_thread_fence(memory_order_seq_cst); /* streamed stores are not ordered by themselves */
+    atomic_thread_fence(memory_order_seq_cst); /* order non-temporal stores */
 }
 
 static kvc_status check_finite(writer *w)

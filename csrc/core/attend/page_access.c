@@ -1,5 +1,4 @@
-/* page_access.c - what a table entry names: the page of one head and its sides; and whether a store's entries may be
- * followed at all. */
+/* page_access.c - resolves table entries to pages and their sides, and validates a store's entries. */
 #include "page_access.h"
 
 #include "base/alloc.h"
@@ -62,7 +61,7 @@ kvc_status kvc_apart_check(const kvc_store *s, int64_t from, int64_t to, int64_t
     return KVC_OK;
 }
 
-/* All but the table and what it names. */
+/* Checks everything but the table and the pages it refers to. */
 kvc_status kvc_store_check(const kvc_store *s, const char *op)
 {
     KVC_CHECK(s->batch >= 0 && s->columns >= 0 && s->heads > 0 && s->heads <= INT32_MAX, KVC_E_VALUE,
@@ -82,7 +81,8 @@ kvc_status kvc_store_check(const kvc_store *s, const char *op)
 
 static kvc_status check_table(const kvc_store *s, const char *op)
 {
-    int64_t passed = KVC_NONE, limit = 0; /* formats of a page that passed, and where such a page may lie at most */
+    /* formats of the last page that passed, and the largest valid offset for them */
+    int64_t passed = KVC_NONE, limit = 0;
     for (int64_t r = 0; r < s->batch * s->table_heads; r++) {
         int64_t n = s->rows[2 * r];
         KVC_CHECK(n >= 0 && kvc_columns_used(s, n) <= s->columns, KVC_E_VALUE,

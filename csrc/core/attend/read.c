@@ -1,4 +1,4 @@
-/* read.c - stored tokens back to dense K and V, at their slots. */
+/* read.c - decodes stored tokens to dense K and V, placed at their slots. */
 #include "base/alloc.h"
 #include "base/dtype.h"
 #include "attend.h"
@@ -10,7 +10,7 @@ typedef struct reader {
     const kvc_store *s;
     int64_t width;
     const kvc_dense *k, *v;
-    bool stream; /* past the caches */
+    bool stream; /* use non-temporal stores */
     atomic_bool failed;
 } reader;
 
@@ -41,7 +41,7 @@ static void clear_rows(const reader *r, int64_t b, int64_t h, int64_t from, int6
     }
 }
 
-/* Zeros where no token will be written; everywhere if slots say where that is. */
+/* Zeroes slots that no token is written to; all slots if the row lists its slots. */
 static void clear_heads(int64_t begin, int64_t end, void *context)
 {
     reader *r = context;
@@ -65,7 +65,7 @@ static void read_pages(int64_t begin, int64_t end, void *context)
         return;
     }
     for (int64_t i = begin; i < end; i++) {
-        /* Pages of an entry lie side by side: they are read in order. */
+        /* The pages of an entry are adjacent: read them in order. */
         int64_t h = i % s->heads, c = i / s->heads % s->columns, b = i / s->heads / s->columns;
         int64_t n = s->rows[2 * (b * s->table_heads + (s->table_heads == 1 ? 0 : h))];
         int64_t first = kvc_column_first(c, s->sinks, s->page_size);
@@ -77,7 +77,7 @@ static void read_pages(int64_t begin, int64_t end, void *context)
         read_side(r, &value, r->v, b, h, first, count, rows);
     }
     kvc_scratch_free(rows);
-    atomic_thread_fence(memory_order_seq_cst); /* streamed stores are not ordered by themselves */
+    atomic_thread_fence(memory_order_seq_cst); /* order non-temporal stores */
 }
 
 kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v, const kvc_exec *exec)
@@ -86,7 +86,7 @@ kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, c
     reader r = {.s = &s, .width = width, .k = k, .v = v};
     int64_t *indices;
     const char *isa;
-    KVC_TRY(kvc_isa(&isa)); /* decoding needs a level */
+    KVC_TRY(kvc_isa(&isa)); /* decoding needs a kernel level */
     KVC_CHECK(width >= 0, KVC_E_VALUE, "read: expected a width of at least 0, got %lld", (long long)width);
     KVC_TRY(kvc_dtype_check(k->dtype, "read: k"));
     KVC_TRY(kvc_dtype_check(v->dtype, "read: v"));

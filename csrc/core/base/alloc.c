@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define POISON_MOST ((int64_t)64 << 20) /* what is larger is there to be sparse */
+#define POISON_MOST ((int64_t)64 << 20) /* larger blocks are not filled: they are expected to stay sparse */
 
 static atomic_llong countdown; /* 0: off; n: the n-th allocation from now fails */
 static atomic_llong live;
@@ -64,7 +64,7 @@ kvc_status kvc_grow(void *array, int64_t n, int64_t *capacity, int64_t size)
 
 /* ---------------------------------------------------------------- workspace */
 
-/* Stands KVC_ALIGN bytes before a block of workspace. */
+/* Precedes each workspace block, KVC_ALIGN bytes before it. */
 typedef struct header {
     int64_t bytes;
 } header;
@@ -85,11 +85,11 @@ static void drop(void *context)
 
 static void make_key(void) { pthread_key_create(&key, drop); }
 
-#if __GNUC__ >= 10 && !defined(__clang__) /* the thread's key holds it; -fanalyzer does not know that */
+#if __GNUC__ >= 10 && !defined(__clang__) /* stored in the thread-specific key, which -fanalyzer does not track */
 #pragma GCC diagnostic ignored "-Wanalyzer-malloc-leak"
 #endif
 
-/* This thread's; NULL without memory. */
+/* The calling thread's cache; NULL if it cannot be allocated. */
 static cache *own_cache(void)
 {
     pthread_once(&once, make_key);
@@ -113,7 +113,7 @@ kvc_status kvc_scratch(int64_t count, int64_t size, void *out)
     if (best < 0) {
         header *fresh;
         KVC_TRY(kvc_alloc(known ? bytes + KVC_ALIGN : count, known ? 1 : size, &fresh));
-        fresh->bytes = bytes; /* NOLINT: kvc_alloc gave it */
+        fresh->bytes = bytes; /* NOLINT: allocated by kvc_alloc */
         *(void **)out = (uint8_t *)fresh + KVC_ALIGN;
         return KVC_OK;
     }

@@ -1,4 +1,4 @@
-/* dispatch.c - picks the kernel level once. */
+/* dispatch.c - selects the kernel level, once per process. */
 #include "dispatch.h"
 #include "base/status.h"
 
@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const kvc_kernels *available[KVC_MAX_LEVELS + 1]; /* best last, NULL at the end */
-static const kvc_kernels *chosen;                        /* NULL: KVCOMPRESS_ISA is wrong */
+static const kvc_kernels *available[KVC_MAX_LEVELS + 1]; /* best level last, NULL-terminated */
+static const kvc_kernels *chosen;                        /* NULL: KVCOMPRESS_ISA is invalid */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static void choose(void)

@@ -1,4 +1,4 @@
-/* dtype.c - element types that callers name. */
+/* dtype.c - validates element types given by callers. */
 #include "base/dtype.h"
 
 kvc_status kvc_dtype_check(kvc_dtype dtype, const char *what)

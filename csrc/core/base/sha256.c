@@ -1,4 +1,4 @@
-/* sha256.c - FIPS 180-4, section 6.2. Plain C: a page of tokens is half a kilobyte. */
+/* sha256.c - FIPS 180-4, section 6.2. Plain C is fast enough: a page of tokens is 512 bytes. */
 #include "sha256.h"
 
 #include <string.h>
@@ -15,7 +15,7 @@ static const uint32_t K[64] = {
 
 static uint32_t turn(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
-/* Round i; a rotates through the eight words instead of the words through a..h. */
+/* Round i. Rotates the indices of the state words instead of moving the words. */
 static inline void turn_round(uint32_t *s, const uint32_t *w, int i)
 {
 #define S(k) s[(k - i) & 7]

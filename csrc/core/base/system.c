@@ -1,4 +1,5 @@
-/* system.c - system.h for Linux and macOS, the only file of the core that tells them apart (CPU features: levels.c). */
+/* system.c - system.h for Linux and macOS. The only file of the core that depends on the OS (CPU
+ * features: levels.c). */
 #include "system.h"
 
 #include <stddef.h>
@@ -35,7 +36,7 @@ bool kvc_system_use(void *at, int64_t bytes) { return mprotect(at, (size_t)bytes
 
 void kvc_system_give_back(void *at, int64_t bytes)
 {
-#if defined(__APPLE__) /* MADV_DONTNEED keeps the memory there */
+#if defined(__APPLE__) /* MADV_DONTNEED does not release memory on macOS */
     madvise(at, (size_t)bytes, MADV_FREE);
 #else
     madvise(at, (size_t)bytes, MADV_DONTNEED);
@@ -47,10 +48,10 @@ bool kvc_system_renew(void *at, int64_t bytes)
 #if defined(__linux__)
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     if (mmap(at, (size_t)bytes, PROT_READ | PROT_WRITE, flags | MAP_FIXED, -1, 0) != MAP_FAILED) return true;
-    /* What was there may be gone, where nothing of others may be mapped. */
+    /* The old mapping may already be gone; reserve the range only if nothing else was mapped there meanwhile. */
     void *hole = mmap(at, (size_t)bytes, PROT_NONE, flags | MAP_FIXED_NOREPLACE, -1, 0);
     if (hole == at) return false;
-    if (hole != MAP_FAILED) munmap(hole, (size_t)bytes); /* an old kernel, to which `at` is a hint */
+    if (hole != MAP_FAILED) munmap(hole, (size_t)bytes); /* kernels without MAP_FIXED_NOREPLACE treat `at` as a hint */
 #else
     (void)at, (void)bytes;
 #endif

@@ -1,5 +1,5 @@
-/* cells.c - elements between a row and the words of a tile, as page.h lays them out. A "cell" is an element as a row holds
- * it: the raw bits, or a code in a byte. */
+/* cells.c - moves elements between rows and the words of a tile (layout: page.h). A "cell" is an element as stored in a
+ * row: the raw bits, or a code in a byte. */
 #include "cells.h"
 
 #include <string.h>
@@ -20,9 +20,9 @@ static uint16_t load16(const uint8_t *p)
     return h;
 }
 
-/* ---------------------------------------------------------------- K tiles: a lane is a token */
+/* ---------------------------------------------------------------- K tiles: one lane per token */
 
-/* Word j of a row of cells: planes of 8 / bits dims in each byte. */
+/* Word j of a row of cells: each byte packs the codes of 8 / bits planes of dims. */
 static uint32_t key_word(const uint8_t *row, int64_t j, int bits, int64_t period)
 {
     uint32_t w = load32(row + 4 * j);
@@ -30,7 +30,7 @@ static uint32_t key_word(const uint8_t *row, int64_t j, int bits, int64_t period
     return w;
 }
 
-/* n rows of cells to tokens t.. of one tile. */
+/* Writes n rows of cells as tokens [t, t + n) of a tile. */
 static void put_key(const kvc_room *side, uint8_t *restrict tile, int64_t t, int64_t n, const uint8_t *restrict cells,
                     int64_t stride)
 {
@@ -66,9 +66,9 @@ static void get_key(const kvc_side *side, const uint8_t *tile, int64_t t, uint8_
     }
 }
 
-/* ---------------------------------------------------------------- V tiles: a lane is a dim */
+/* ---------------------------------------------------------------- V tiles: one lane per dim */
 
-/* One token; the other tokens of its words keep their bits. */
+/* Writes one token; other tokens that share its words are unchanged. */
 static void put_value_token(const kvc_room *side, uint8_t *restrict tile, int64_t t, const uint8_t *restrict cells)
 {
     int64_t D = side->dim;
@@ -88,7 +88,7 @@ static void put_value_token(const kvc_room *side, uint8_t *restrict tile, int64_
     }
 }
 
-/* Rows a, b, .. of cells to words of one, two, four of them. */
+/* Interleaves rows of cells, so that a word holds two (four) tokens of a dim. */
 static void weave16(uint8_t *restrict out, const uint8_t *restrict a, const uint8_t *restrict b, int64_t D)
 {
     for (int64_t d = 0; d < D; d++) store32(out + 4 * d, load16(a + 2 * d) | (uint32_t)load16(b + 2 * d) << 16);
@@ -105,14 +105,14 @@ static void weave8(uint8_t *restrict out, const uint8_t *restrict a, const uint8
     }
 }
 
-/* 16 tokens. */
+/* Writes all 16 tokens of a tile. */
 static void put_value_tile(const kvc_room *side, uint8_t *restrict tile, const uint8_t *restrict cells, int64_t stride)
 {
     int bits = kvc_format_bits(side->format);
-    int64_t D = side->dim, words = bits / 2; /* a dim */
+    int64_t D = side->dim, words = bits / 2; /* words per dim */
     for (int64_t s = 0; s < words; s++) {
         uint8_t *out = tile + 4 * s * D;
-        if (bits < 8) /* byte i, plane p: token p * 2 * bits + 4s + i */
+        if (bits < 8) /* byte i, plane p holds token p * 2 * bits + 4s + i */
             for (int64_t i = 0; i < 4; i++) {
                 const uint8_t *from = cells + (4 * s + i) * stride;
                 for (int64_t d = 0; d < D; d++) out[4 * d + i] = from[d];
@@ -153,9 +153,9 @@ static void get_value(const kvc_side *side, const uint8_t *tile, int64_t t, uint
     }
 }
 
-/* ---------------------------------------------------------------- tiles of 3 bits, a code at a time */
+/* ---------------------------------------------------------------- tiles of 3-bit codes, one code at a time */
 
-/* Bytes and shifts of a code's low 2 bits and of its high one. */
+/* Byte offsets and shifts of a code's low 2 bits and its high bit. */
 typedef struct place {
     int64_t low, high;
     int shift, high_shift;

@@ -1,4 +1,4 @@
-/* codec.c - rows into pages and back. The arithmetic is in kernels/; cells.c puts bytes where page.h wants them. */
+/* codec.c - encodes rows to pages and decodes them. The arithmetic is in kernels/; cells.c places the bytes. */
 #include "cells.h"
 #include "codec.h"
 #include "base/floats.h"
@@ -43,7 +43,7 @@ void kvc_store_codes(const kvc_room *side, int64_t t0, int64_t n, const uint8_t 
     kvc_put_cells(side, t0, n, codes, stride);
 }
 
-/* Encodes n rows as tokens t0..; scratch holds their codes and metadata. */
+/* Encodes n rows as tokens [t0, t0 + n); scratch holds their codes and metadata. */
 static void encode_rows(const kvc_room *side, int64_t t0, int64_t n, float *rows, float *scratch)
 {
     uint8_t *codes = (uint8_t *)scratch, *meta = codes + n * side->dim;
@@ -53,7 +53,7 @@ static void encode_rows(const kvc_room *side, int64_t t0, int64_t n, float *rows
 
 static uint16_t saturated_f16(float x) { return kvc_f32_to_f16(kvc_clamp(x, -65504, 65504)); }
 
-/* Subtracts the mean of the page's rows, as it is stored. */
+/* Subtracts the mean of the page's rows, rounded as it is stored. */
 static void centre(const kvc_room *side, float *restrict rows, float *restrict mean)
 {
     int64_t D = side->dim;
@@ -77,7 +77,7 @@ static void encode_channels(const kvc_room *side, const float *restrict rows, fl
     uint8_t *codes = (uint8_t *)scratch;
     float low[KVC_MAX_DIM], inverse[KVC_MAX_DIM], top = (float)((1 << kvc_format_bits(side->format)) - 1);
     memcpy(low, rows, (size_t)D * sizeof *low);
-    memcpy(inverse, rows, (size_t)D * sizeof *low); /* maxima, until they have served */
+    memcpy(inverse, rows, (size_t)D * sizeof *low); /* holds the maxima first */
     for (int64_t t = 1; t < P; t++)
         for (int64_t d = 0; d < D; d++) {
             float x = rows[t * D + d];
@@ -95,7 +95,7 @@ static void encode_channels(const kvc_room *side, const float *restrict rows, fl
     for (int64_t t = 0; t < P; t++)
         for (int64_t d = 0; d < D; d++) {
             float y = kvc_clamp((rows[t * D + d] - low[d]) * inverse[d], 0, top);
-            codes[t * D + d] = (uint8_t)(int)((y + 0x1p23f) - 0x1p23f); /* nearest, ties to even */
+            codes[t * D + d] = (uint8_t)(int)((y + 0x1p23f) - 0x1p23f); /* round to nearest, ties to even */
         }
     kvc_put_cells(side, 0, P, codes, D);
 }
@@ -103,7 +103,7 @@ static void encode_channels(const kvc_room *side, const float *restrict rows, fl
 int64_t kvc_codec_scratch(int64_t dim, int64_t page_size)
 {
     int64_t codes = page_size * (dim + 4 * (dim / 32 + 1)) / 4; /* codes and metadata of a page */
-    return codes + KVC_TILE * dim + KVC_ALIGN / 4;              /* or the centroid; or a tile of rows */
+    return codes + KVC_TILE * dim + KVC_ALIGN / 4;              /* or the centroid, or a tile of rows */
 }
 
 void kvc_encode(const kvc_room *side, float *rows, float *scratch)
@@ -126,7 +126,7 @@ void kvc_store_rows(const kvc_room *side, int64_t t0, int64_t n, const void *src
         kvc_put_cells(side, t0, n, src, step);
         return;
     }
-    for (int64_t done = 0; done < n;) { /* tile by tile */
+    for (int64_t done = 0; done < n;) { /* one tile at a time */
         int64_t left = KVC_TILE - (t0 + done) % KVC_TILE, run = left < n - done ? left : n - done;
         kvc_load_rows((const uint8_t *)src + done * step, stride, dtype, run, side->dim, scratch);
         encode_rows(side, t0 + done, run, scratch, scratch + KVC_TILE * side->dim);
@@ -227,7 +227,7 @@ void kvc_load_rows(const void *src, int64_t stride, kvc_dtype dtype, int64_t n, 
 bool kvc_row_finite(const void *src, kvc_dtype dtype, int64_t dim)
 {
     const uint8_t *from = src;
-    int32_t bad = 0; /* an exponent of all ones is NaN or Inf */
+    int32_t bad = 0; /* an all-ones exponent is NaN or Inf */
     if (dtype == KVC_F32)
         for (int64_t d = 0; d < dim; d++) {
             uint32_t w;

@@ -1,5 +1,5 @@
-/* codec_page.c - pages to and from dense rows: 16 tokens at a time with the level's tile kernels; row by row (codec.c)
- * where the level has none. */
+/* codec_page.c - converts pages to and from dense rows: 16 tokens at a time with the level's tile kernels, or row by
+ * row (codec.c) if the level has none. */
 #include "codec.h"
 
 static const kvc_tile_kernels *tile_kernels(void) { return kvc_kernels_get()->tile; }
@@ -22,7 +22,8 @@ void kvc_encode_page(const kvc_room *side, const kvc_source *from, float *scratc
         encode_by_rows(side, from, scratch);
         return;
     }
-    bool whole = side->key && kvc_format_traits(side->format).keys != KVC_KEYS_TOKEN; /* statistics over tokens */
+    /* format with statistics over tokens */
+    bool whole = side->key && kvc_format_traits(side->format).keys != KVC_KEYS_TOKEN;
     uint32_t guard = kvc_fp_begin();
     float *x = scratch;
     for (int64_t tile = 0; tile < side->page_size / KVC_TILE; tile++) {
@@ -47,7 +48,7 @@ bool kvc_all_finite(const void *src, kvc_dtype dtype, int64_t n)
            kvc_row_finite((const uint8_t *)src + 4 * words, dtype, n - words * each);
 }
 
-/* Decoded values may lie beyond the largest number of the dtype that was stored: they become that number. */
+/* Decoded values may exceed the range of the stored dtype; they are clamped to its largest number. */
 static void put_row(const float *row, kvc_dtype dtype, int64_t dim, uint8_t *to)
 {
     uint16_t *half = (uint16_t *)(void *)to;

@@ -1,4 +1,4 @@
-/* format.c - what formats.def says, at run time. */
+/* format.c - access to the table in formats.def. */
 #include "base/status.h"
 
 static const kvc_format_info formats[KVC_FORMATS] = {

@@ -1,8 +1,8 @@
-/* granular.c - quantization by any granularity, for analysis and for other engines: plain loops over the index space
- * [B, H, T, D / n, n], where n dims share a scale. Scales lie over the first four; where they are reduced (one for all
- * heads, say) their stride is 0. A row's bytes are those of the page format of the same name.
+/* granular.c - quantization with any granularity, for analysis and other engines: plain loops over the index space [B,
+ * H, T, D / n, n], where n dims share a scale. Scales are indexed by the first four; reduced dims (such as one scale
+ * for all heads) have stride 0. A row's bytes equal those of the page format of the same name.
  *
- * Cost: x is read three times (finite? extremes; codes), about 20 ns an element and thread in all. */
+ * Cost: x is read three times (finite check, extremes, codes), in total about 20 ns per element and thread. */
 #include "codec.h"
 #include "base/dtype.h"
 #include "granular.h"
@@ -23,7 +23,7 @@ const kvc_scheme_info *kvc_scheme_get(int scheme)
     return scheme >= 0 && scheme < KVC_SCHEMES ? &schemes[scheme] : NULL;
 }
 
-/* Which of B, H, T have scales of their own. */
+/* Whether B, H, T have scales of their own. */
 static const bool kept[KVC_BYS][3] = {
     [KVC_BY_TENSOR] = {0, 0, 0}, [KVC_BY_HEAD] = {0, 1, 0},    [KVC_BY_TOKEN] = {1, 0, 1},
     [KVC_BY_ROW] = {1, 1, 1},    [KVC_BY_CHANNEL] = {0, 1, 0}, [KVC_BY_GROUP] = {1, 1, 1}};
@@ -41,7 +41,7 @@ kvc_status kvc_grain_check(const kvc_grain *g, kvc_grain_sizes *sizes)
               (long long)g->H, (long long)g->T, (long long)g->D);
     KVC_CHECK(g->packing == KVC_PACK_PLANES || f->bits == 4 || f->bits == 2, KVC_E_VALUE,
               "%s: packing: expected planes, got an interleaved one; only 4 and 2 bits have that", f->name);
-    int multiple = f->bits == 3 ? 8 : 8 / f->bits; /* whole bytes in every plane */
+    int multiple = f->bits == 3 ? 8 : 8 / f->bits; /* each plane must consist of whole bytes */
     KVC_CHECK(g->D % multiple == 0, KVC_E_VALUE, "%s: expected a last dimension that is a multiple of %d, got %lld",
               f->name, multiple, (long long)g->D);
     KVC_CHECK(g->by != KVC_BY_GROUP || (g->group > 0 && g->D % g->group == 0), KVC_E_VALUE,
@@ -66,13 +66,13 @@ typedef struct job {
     const kvc_dense *x;
     float factor;
     const uint8_t *codes, *scales;
-    const uint16_t *zeros; /* NULL: a symmetric scheme */
+    const uint16_t *zeros; /* NULL if the scheme is symmetric */
     struct {
         uint8_t *codes, *scales;
         uint16_t *zeros;
-    } to; /* the same where they are written */
+    } to; /* the same, writable */
     float *out;
-    atomic_llong bad; /* first row with NaN or Inf; the number of rows if none */
+    atomic_llong bad; /* first row with NaN or Inf; the number of rows if there is none */
 } job;
 
 static void run(const kvc_exec *exec, int64_t n, void (*body)(int64_t, int64_t, void *), job *j)
@@ -83,7 +83,7 @@ static void run(const kvc_exec *exec, int64_t n, void (*body)(int64_t, int64_t, 
         body(0, n, j);
 }
 
-/* ---------------------------------------------------------------- where things lie */
+/* ---------------------------------------------------------------- indexing */
 
 static const uint8_t *row_at(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
 {
@@ -104,11 +104,11 @@ static float element(const uint8_t *row, kvc_dtype dtype, int64_t d)
 static int64_t scale_at(const job *j, int64_t r)
 {
     const int64_t *n = j->sizes.scales, t = r % j->g.T, h = r / j->g.T % j->g.H, b = r / j->g.T / j->g.H;
-    /* NOLINTNEXTLINE: kvc_grain_check made all sizes at least 1 */
+    /* NOLINTNEXTLINE: kvc_grain_check ensures that all sizes are at least 1 */
     return ((b % n[0] * n[1] + h % n[1]) * n[2] + t % n[2]) * n[3];
 }
 
-/* Where a field of `bits` bits (a divisor of 8) of dim d lies among the codes of a row of D. */
+/* Position of a field of `bits` bits (a divisor of 8) for dim d within a row of D codes. */
 typedef struct place {
     int64_t byte;
     int shift;
@@ -121,7 +121,7 @@ static place place_of(int bits, int packing, int64_t D, int64_t d)
     return (place){d / n, bits * (int)(packing == KVC_PACK_LOW_FIRST ? d % n : n - 1 - d % n)};
 }
 
-/* Into a row of zeros. */
+/* The row must be zero-initialized. */
 static void put_code(const job *j, uint8_t *row, int64_t d, int code)
 {
     int bits = j->f->bits, most = bits == 3 ? 2 : bits;
@@ -156,8 +156,8 @@ static float stored_zero(const job *j, int64_t i) { return j->zeros ? kvc_f16_to
 
 static uint16_t saturated_f16(float x) { return kvc_f32_to_f16(kvc_clamp(x, -65504, 65504)); }
 
-/* Stores a scale: 0 (or the least there is) if `none`; else the nearest, never 0 even if it underflowed, never beyond the
- * largest; a power of two downward. */
+/* Stores a scale: 0 (or the smallest value) if `none`; otherwise rounded to nearest, but not to 0 on underflow, and
+ * clamped to the largest value. Powers of two are rounded down. */
 static void put_scale(const job *j, int64_t i, float scale, bool none)
 {
     uint8_t *at = j->to.scales + i * j->sizes.scale_bytes;
@@ -169,11 +169,11 @@ static void put_scale(const job *j, int64_t i, float scale, bool none)
         *at = none ? 0 : e4m3 ? e4m3 : 1;
     } else {
         uint32_t exponent = none ? 0 : kvc_f32_bits(scale) >> 23;
-        *at = (uint8_t)(exponent < 1 ? 1 : exponent > 253 ? 253 : exponent); /* 1 / scale is a normal number */
+        *at = (uint8_t)(exponent < 1 ? 1 : exponent > 253 ? 253 : exponent); /* so that 1 / scale is a normal number */
     }
 }
 
-/* The scale (and zero point) of values from low to high. */
+/* Stores the scale (and zero point) for values from low to high. */
 static void put_range(const job *j, int64_t i, float low, float high)
 {
     float a = -low > high ? -low : high, top = (float)((1 << (j->f->bits - 1)) - 1);
@@ -186,15 +186,15 @@ static void put_range(const job *j, int64_t i, float low, float high)
     case KVC_CODING_INT: put_scale(j, i, a / top, !(a > 0)); break;
     case KVC_CODING_E4M3: put_scale(j, i, a / 448, !(a > 0)); break;
     case KVC_CODING_E5M2: put_scale(j, i, a / 57344, !(a > 0)); break;
-    default: /* e2m1: to its 6, or (OCP MX 1.0, section 6.3) the exponent of absmax less 2 */
+    default: /* e2m1: map absmax to 6, or (OCP MX 1.0, section 6.3) use its exponent minus 2 */
         put_scale(j, i, j->f->scale == KVC_SCALE_E4M3 ? a / 6 / j->factor : a * 0.25f, !(a > 0));
     }
 }
 
-/* Scales [begin, end) of [B or 1, H or 1, T or 1], with all that each is reduced over. */
+/* Computes scales [begin, end) of [B or 1, H or 1, T or 1], each over all elements it is reduced over. */
 static void find_scales(int64_t begin, int64_t end, void *context)
 {
-    enum { BLOCK = 64 }; /* scales at a time: a cache line's worth of channels, and no memory but the stack */
+    enum { BLOCK = 64 }; /* number of scales at a time; fits the stack */
     job *j = context;
     const int64_t *n = j->sizes.scales, dims = j->sizes.dims;
     const int64_t whole[3] = {j->g.B, j->g.H, j->g.T};
@@ -253,7 +253,7 @@ static kvc_status take_scales(const job *j, const float *scale, const float *zer
 
 /* ---------------------------------------------------------------- codes */
 
-/* Nearest integer, ties to even, of |x| <= 2^22. */
+/* Nearest integer, ties to even, for |x| <= 2^22. */
 static int nearest(float x) { return (int)((x + 12582912.f) - 12582912.f); }
 
 static int code_of(const kvc_scheme_info *f, float y)
@@ -322,7 +322,7 @@ static void decode_rows(int64_t begin, int64_t end, void *context)
     kvc_fp_end(guard);
 }
 
-#if __GNUC__ >= 10 && !defined(__clang__) /* kvc_grain_check refused a scheme that is none */
+#if __GNUC__ >= 10 && !defined(__clang__) /* kvc_grain_check rejected unknown schemes */
 #pragma GCC diagnostic ignored "-Wanalyzer-null-dereference"
 #endif
 static kvc_status start(job *j, const kvc_grain *grain, float factor)

@@ -1,4 +1,4 @@
-/* map.c - rows times a matrix of their head, as calibrated caches map K, V, q and the output. */
+/* map.c - multiplies rows by a matrix of their head. Calibrated caches transform K, V, q and the output this way. */
 #include "codec.h"
 #include "base/dtype.h"
 
@@ -6,10 +6,10 @@ typedef struct mapper {
     const kvc_dense *x;
     kvc_dense out;
     const float *by;
-    int64_t B, G, T, D, blocks; /* G: heads that share a matrix; blocks of 4 rows of these */
+    int64_t B, G, T, D, blocks; /* G: heads per matrix; work is split into blocks of 4 rows */
 } mapper;
 
-/* Where row i of those of matrix h lies. */
+/* Offset of row i among the rows that use matrix h. */
 static int64_t row_at(const mapper *m, const int64_t *stride, int64_t h, int64_t i)
 {
     int64_t t = i % m->T, g = i / m->T % m->G, b = i / m->T / m->G;

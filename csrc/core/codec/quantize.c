@@ -1,4 +1,4 @@
-/* quantize.c - codecs on dense arrays: rows in natural order, and whole pages. */
+/* quantize.c - codecs for dense arrays: rows in natural order, and whole pages. */
 #include "base/alloc.h"
 #include "base/dtype.h"
 #include "codec.h"
@@ -15,7 +15,7 @@ static void run(const kvc_exec *exec, int64_t n, void (*body)(int64_t, int64_t, 
         body(0, n, context);
 }
 
-/* KVC_OK if `format` quantizes rows of D; loads the kernels. */
+/* Checks that `format` quantizes rows of D, and loads the kernels. */
 static kvc_status check_quantized(const char *what, int format, int64_t D)
 {
     const char *isa;
@@ -34,10 +34,10 @@ typedef struct quantizer {
     const uint8_t *x;
     int64_t D;
     uint8_t *codes, *scales;
-    int64_t meta_bytes;                      /* of a row */
-    const uint8_t *from_codes, *from_scales; /* to be read */
+    int64_t meta_bytes;                      /* per row */
+    const uint8_t *from_codes, *from_scales; /* inputs of dequantize */
     float *out;
-    atomic_llong bad; /* first row with NaN or Inf; n if none */
+    atomic_llong bad; /* first row with NaN or Inf; n if there is none */
 } quantizer;
 
 static int64_t row_meta(int format, int64_t D)
@@ -46,7 +46,8 @@ static int64_t row_meta(int format, int64_t D)
     return kvc_meta_planes(f, D) * kvc_meta_size(f);
 }
 
-/* A whole tile of rows is one of K in a page of 16 tokens, whose words are the rows' once they are turned. */
+/* Quantizes 16 rows with the tile kernel of K, as a page of 16 tokens; the transposed words of the tile are those of
+ * the rows. */
 static void quantize_tile(const quantizer *q, const kvc_tile_kernels *kernels, int64_t i)
 {
     _Alignas(KVC_ALIGN) float x[KVC_TILE * KVC_MAX_DIM];
@@ -68,7 +69,7 @@ static void quantize_tile(const quantizer *q, const kvc_tile_kernels *kernels, i
     }
 }
 
-/* Bits [low, low + bits) of a row's codes to planes; */
+/* Packs bits [low, low + bits) of a row's codes into planes. */
 static void pack(int bits, int low, int64_t D, const uint8_t *codes, uint8_t *to)
 {
     int64_t period = D * bits / 8;
@@ -79,7 +80,7 @@ static void pack(int bits, int low, int64_t D, const uint8_t *codes, uint8_t *to
     }
 }
 
-/* and from planes, into codes that have the bits below. */
+/* Unpacks planes to bits [low, low + bits) of the codes. Lower bits are kept. */
 static void unpack(int bits, int low, int64_t D, const uint8_t *from, uint8_t *codes)
 {
     int64_t period = D * bits / 8;
@@ -173,7 +174,7 @@ kvc_status kvc_dequantize(int format, const uint8_t *codes, const uint8_t *scale
 typedef struct packer {
     int key, value;
     const kvc_dense *k, *v;
-    int64_t H, per_row, key_dim, value_dim, page_size, page_bytes; /* per_row: pages of a head */
+    int64_t H, per_row, key_dim, value_dim, page_size, page_bytes; /* per_row: pages per head */
     uint8_t *pages;
     atomic_bool failed;
 } packer;
@@ -203,7 +204,7 @@ static void pack_pages(int64_t begin, int64_t end, void *context)
     for (int64_t i = begin; i < end; i++) {
         int64_t h = i % p->H, t = i / p->H % p->per_row * p->page_size, b = i / p->H / p->per_row;
         uint8_t *page = p->pages + i * p->page_bytes;
-        memset(page, 0, (size_t)p->page_bytes); /* the gaps between sections too */
+        memset(page, 0, (size_t)p->page_bytes); /* clears the gaps between sections, too */
         for (int key = 0; key < 2; key++) {
             kvc_room side = kvc_page_room(page, key, p->key, p->value, p->key_dim, p->value_dim, p->page_size);
             pack_side(&side, key ? p->k : p->v, b, h, t, scratch);
@@ -260,7 +261,7 @@ kvc_status kvc_pack(int key, int value, const kvc_dense *k, const kvc_dense *v, 
     return KVC_OK;
 }
 
-/* ---------------------------------------------------------------- pages of rows that are encoded already */
+/* ---------------------------------------------------------------- pages from encoded rows */
 
 typedef struct copier {
     int key, value;
@@ -276,7 +277,7 @@ static void copy_pages(int64_t begin, int64_t end, void *context)
         int64_t per_row = c->T / c->page_size, h = i % c->H, b = i / c->H / per_row;
         int64_t t = i / c->H % per_row * c->page_size;
         uint8_t *page = c->pages + i * c->page_bytes;
-        memset(page, 0, (size_t)c->page_bytes); /* the gaps between sections too */
+        memset(page, 0, (size_t)c->page_bytes); /* clears the gaps between sections, too */
         for (int key = 0; key < 2; key++) {
             kvc_room side = kvc_page_room(page, key, c->key, c->value, c->key_dim, c->value_dim, c->page_size);
             const kvc_coded *x = key ? c->k : c->v;
@@ -299,7 +300,7 @@ static kvc_status check_coded(const char *name, int format, const kvc_coded *x, 
         for (int64_t h = 0; h < H; h++)
             for (int64_t t = 0; t < T; t++) {
                 const uint8_t *row = x->codes + b * x->stride[0] + h * x->stride[1] + t * x->stride[2];
-                bool fine = x->scales[(b * H + h) * T + t] < 0x7c00; /* finite, no sign */
+                bool fine = x->scales[(b * H + h) * T + t] < 0x7c00; /* finite and not negative */
                 for (int64_t d = 0; d < dim; d++) fine &= (row[d] & 0x7f) <= most;
                 KVC_CHECK(
                     fine, KVC_E_VALUE,

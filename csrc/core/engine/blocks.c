@@ -1,4 +1,4 @@
-/* blocks.c - blocks that the caller owns: what they must be, and single tokens into them. */
+/* blocks.c - blocks owned by the caller: validation, and writing single tokens. */
 #include "base/alloc.h"
 #include "base/dtype.h"
 #include "blocks.h"
@@ -61,8 +61,8 @@ kvc_status kvc_page_geometry(int key, int value, int raw, int64_t heads, int64_t
 
 typedef struct storing {
     const kvc_store_args *a;
-    int64_t *slots;     /* a copy: another thread may change the caller's between check and use */
-    int64_t page_bytes; /* of a head */
+    int64_t *slots;     /* copied, because another thread may change the caller's between check and use */
+    int64_t page_bytes; /* per head */
     atomic_bool failed;
 } storing;
 
@@ -71,7 +71,7 @@ static const uint8_t *token_row(const kvc_dense *x, int64_t h, int64_t t)
     return (const uint8_t *)x->data + (h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
 }
 
-/* Heads [begin, end): a page of a head has one writer. */
+/* Processes heads [begin, end): each page of a head has a single writer. */
 static void store_heads(int64_t begin, int64_t end, void *context)
 {
     static const float zeros[KVC_MAX_DIM];
@@ -104,12 +104,13 @@ static void store_heads(int64_t begin, int64_t end, void *context)
     kvc_scratch_free(scratch);
 }
 
-/* Where the tokens go, and what they are, checked; then they are written. */
+/* Checks slots and values, then writes the tokens. */
 static kvc_status store(storing *s)
 {
     const kvc_store_args *a = s->a;
     const kvc_blocks *c = &a->cache;
-    int64_t slots = c->blocks * c->pages * a->page_size; /* below 2^31 * 2^31 * 2^8 is checked by the stride */
+    /* cannot overflow: the stride check bounds it by 2^31 * 2^31 * 2^8 */
+    int64_t slots = c->blocks * c->pages * a->page_size;
     for (int64_t t = 0; t < a->tokens; t++)
         KVC_CHECK(s->slots[t] < slots, KVC_E_VALUE,
                   "store_tokens: slots: expected less than %lld, got %lld at token %lld", (long long)slots,

@@ -1,5 +1,5 @@
-/* varlen.c - an engine's batch as calls of the attention driver: block tables become entries, lengths become rows, and
- * which pages are open and which are sealed follows from lengths alone. */
+/* varlen.c - runs an engine's batch through the attention driver: block tables become entries, lengths become rows.
+ * Which pages are open and which are sealed follows from the lengths. */
 #include "base/alloc.h"
 #include "base/dtype.h"
 #include "blocks.h"
@@ -11,10 +11,10 @@
 
 typedef struct progress {
     kvc_progress is;
-    int64_t passes; /* that it is part of, the last ones */
+    int64_t passes; /* number of passes it takes part in; always the last ones */
 } progress;
 
-/* A run of a sequence's new tokens that one pass appends: stored, sealed before and after. */
+/* Tokens of a sequence that one pass appends; progress before and after. */
 typedef struct part {
     int64_t b;
     kvc_progress from, to;
@@ -24,17 +24,17 @@ typedef struct plan {
     const kvc_varlen_args *v;
     kvc_attend_args a;
     bool in_place;
-    int64_t page_bytes, residual_bytes, ring; /* residual pages of a sequence */
+    int64_t page_bytes, residual_bytes, ring; /* ring: residual pages per sequence */
     int64_t columns, passes;
     progress *at; /* [batch] */
     int64_t *table, *rows, *seals;
     kvc_segment *segments;
-    /* Cache and residual in the same memory: how many blocks of the cache's stride it has, which of them the first ones
-     * are, of how many a residual block consists (`span`) and the next one begins behind (`step`). Two bits a block: used
-     * as what? */
+    /* For cache and residual blocks in the same memory: its size in blocks of the cache's stride, the index of the
+     * first block of each, and the size (`span`) and distance (`step`) of residual blocks. `kinds`: two bits per block,
+     * for what it is used as. */
     int64_t common, cache_first, residual_first, step, span;
     uint8_t *kinds;
-    uint8_t *written; /* a bit for each page of the cache, then of the residual: a sequence of this pass writes it */
+    uint8_t *written; /* a bit per page of the cache, then of the residual: written by a sequence of this pass */
     int64_t written_bytes;
     void *room;
 } plan;
@@ -45,14 +45,14 @@ static int64_t new_tokens(const kvc_varlen_args *v, int64_t b)
 }
 static int64_t down(int64_t n, int64_t page) { return n / page * page; }
 
-/* What is sealed when all of sequence b is there. */
+/* Number of sealed tokens when all of sequence b is stored. */
 static int64_t sealed_at_last(const plan *p, int64_t b, int64_t sealed)
 {
     const kvc_varlen_args *v = p->v;
     return kvc_varlen_sealed(sealed, v->seq_lens[b], v->draft_lens ? v->draft_lens[b] : 0, v->page_size);
 }
 
-/* The next part of sequence b; false: the last. */
+/* Advances to the next part of sequence b; false if it was the last. */
 static bool advance(const plan *p, int64_t b, kvc_progress *at)
 {
     kvc_leads to = {p->v->seq_lens[b], sealed_at_last(p, b, at->sealed), p->v->page_size, p->ring, p->in_place};
@@ -103,8 +103,8 @@ static kvc_status check_sequence(plan *p, int64_t b)
     return KVC_OK;
 }
 
-/* Blocks of cache and residual may be the same memory, as those of one pool are; then no block is both. A residual block
- * may be several of the cache's: an engine that hands out large blocks and names the pages in them. */
+/* Cache and residual blocks may be in the same memory (one block pool); no block may be used as both. A residual block
+ * may span several cache blocks, if an engine allocates large blocks and refers to the pages in them. */
 static kvc_status check_common(plan *p)
 {
     const kvc_blocks *c = &p->v->cache, *r = &p->v->residual;
@@ -112,7 +112,7 @@ static kvc_status check_common(plan *p)
     int64_t ahead = r->data - c->data, in = (ahead % c->stride + c->stride) % c->stride,
             first = (ahead - in) / c->stride;
     bool even = r->blocks == 1 || r->stride % c->stride == 0;
-    if (even && in >= c->bytes && in + r->bytes <= c->stride) return KVC_OK; /* side by side */
+    if (even && in >= c->bytes && in + r->bytes <= c->stride) return KVC_OK; /* interleaved without overlap */
     KVC_CHECK(even && in == 0, KVC_E_VALUE,
               OP ": residual: expected blocks of the cache's memory to begin where those do, or apart from them, got a "
                  "begin at byte %lld and a stride of %lld, no multiple of %lld",
@@ -163,7 +163,7 @@ static kvc_status check(plan *p)
     return check_common(p);
 }
 
-/* Room for the largest pass, in one block. */
+/* Allocates the workspace of the largest pass. */
 static kvc_status make_room(plan *p)
 {
     const kvc_varlen_args *v = p->v;
@@ -184,13 +184,14 @@ static kvc_status make_room(plan *p)
     return KVC_OK;
 }
 
-/* Page c of sequence b, in its blocks or its residual pages, as an entry. */
+/* The entry of page c of sequence b, in its cache or residual blocks. */
 static kvc_status entry_of(plan *p, bool residual, int64_t b, int64_t c, bool writes, int64_t *entry)
 {
     const kvc_varlen_args *v = p->v;
     const kvc_blocks *at = residual ? &v->residual : &v->cache;
     int64_t i = residual ? c % p->ring : c, in = i % at->pages;
-    int64_t block = __atomic_load_n(&at->table[b * at->table_stride + i / at->pages], __ATOMIC_RELAXED); /* once */
+    /* read once: another thread may change it */
+    int64_t block = __atomic_load_n(&at->table[b * at->table_stride + i / at->pages], __ATOMIC_RELAXED);
     KVC_CHECK(block >= 0 && block < at->blocks, KVC_E_VALUE,
               OP ": %s: expected a block from 0 to %lld, got %lld at sequence %lld, column %lld",
               residual ? "residual_table" : "block_table", (long long)at->blocks - 1, (long long)block, (long long)b,
@@ -216,7 +217,7 @@ static kvc_status entry_of(plan *p, bool residual, int64_t b, int64_t c, bool wr
     return KVC_OK;
 }
 
-/* Columns that nothing in the part can see, nor writes. */
+/* Number of leading columns that the part neither sees nor writes. */
 static int64_t out_of_sight(const plan *p, const part *x, int64_t queries)
 {
     const kvc_varlen_args *v = p->v;
@@ -226,7 +227,7 @@ static int64_t out_of_sight(const plan *p, const part *x, int64_t queries)
     return from / v->page_size;
 }
 
-/* Line n of the pass: part x. */
+/* Sets up line n of the pass for part x. */
 static kvc_status add_line(plan *p, int64_t n, const part *x)
 {
     const kvc_varlen_args *v = p->v;
@@ -260,7 +261,7 @@ static kvc_status add_line(plan *p, int64_t n, const part *x)
     return KVC_OK;
 }
 
-/* The pass as a call of the driver; every sequence comes as far as it leads. */
+/* Sets up a pass as a call of the driver and advances each sequence in it. */
 static kvc_status lay_out(plan *p, int64_t pass)
 {
     const kvc_varlen_args *v = p->v;
@@ -338,16 +339,16 @@ static kvc_status run(plan *p)
                              .exec = v->exec};
     p->a.q.stride[0] = p->a.k.stride[0] = p->a.v.stride[0] = p->a.out.stride[0] = 0;
     if (v->stored) p->a.k.dtype = p->a.v.dtype = v->q.dtype;
-    if (p->passes > 1) { /* between two passes there is no way back */
+    if (p->passes > 1) { /* check all passes first: completed passes cannot be undone */
         if (!v->flags) KVC_TRY(check_finite(v));
         for (int64_t pass = 0; pass < p->passes; pass++) KVC_TRY(lay_out(p, pass));
-        for (int64_t b = 0; b < v->batch; b++) KVC_TRY(check_sequence(p, b)); /* back to where they were */
+        for (int64_t b = 0; b < v->batch; b++) KVC_TRY(check_sequence(p, b)); /* reset the progress */
     }
     for (int64_t pass = 0; pass < p->passes; pass++) KVC_TRY(run_pass(p, pass));
     return KVC_OK;
 }
 
-/* Copies of the lengths, for another thread may change the caller's between check and use. */
+/* Copies the lengths, because another thread may change the caller's between check and use. */
 static kvc_status copy_lengths(kvc_varlen_args *v, int32_t **copies)
 {
     const int32_t **lengths[] = {&v->query_start, &v->seq_lens, &v->sealed_lens, &v->draft_lens};

@@ -1,4 +1,5 @@
-/* choose.c - which tokens stay: the best of a line, or of several lines together, by score, in O(N) and always the same. */
+/* choose.c - selects the tokens to keep: the best of a line, or of several lines together, by score. O(N) and
+ * deterministic. */
 #include "base/alloc.h"
 #include "keep.h"
 
@@ -10,7 +11,7 @@ typedef struct candidate {
     int32_t slot, index;
 } candidate;
 
-/* By score, then the younger, then the one that comes first: no two candidates are equal. */
+/* Order: higher score, then younger, then lower index. No two candidates are equal. */
 static bool better(const candidate *a, const candidate *b)
 {
     if (a->score != b->score) return a->score > b->score;
@@ -24,7 +25,7 @@ static void swap(candidate *a, candidate *b)
     *b = c;
 }
 
-/* The best `left` of n come first, in any order (Hoare's selection; the middle one of three as pivot). */
+/* Moves the best `left` of n to the front, unordered (Hoare's quickselect, median of three as pivot). */
 static void best_first(candidate *list, int64_t n, int64_t left)
 {
     while (left > 0 && left < n) {
@@ -42,7 +43,7 @@ static void best_first(candidate *list, int64_t n, int64_t left)
             if (i >= j) break;
             swap(&list[i], &list[j]);
         }
-        int64_t front = j + 1; /* these are no worse than those behind */
+        int64_t front = j + 1; /* these are no worse than the rest */
         if (left < front)
             n = front;
         else {
@@ -53,7 +54,8 @@ static void best_first(candidate *list, int64_t n, int64_t left)
     }
 }
 
-/* Tokens of a line that are not sure; says which are in `keep`, and how many in *sure. */
+/* Collects the tokens of a line that are candidates; marks those that stay in any case in `keep` and counts them in
+ * *sure. */
 static int64_t candidates(const float *scores, const int32_t *slots, const uint8_t *protect, int64_t at, int64_t width,
                           uint8_t *keep, candidate *list, int64_t *sure)
 {

@@ -1,5 +1,5 @@
-/* compact.c - the copying half of an eviction. Pages with statistics over their tokens are written first: that needs
- * memory, and touches new pages only. The rest, tokens as they are, cannot fail. */
+/* compact.c - the copying part of an eviction. Pages with statistics over their tokens are encoded first; this
+ * allocates memory and writes only to new pages. Copying encoded tokens comes afterwards and cannot fail. */
 #include "base/alloc.h"
 #include "compact.h"
 
@@ -9,7 +9,7 @@
 typedef struct compactor {
     const kvc_store *s;
     kvc_moves m;
-    int64_t heads; /* pages that an entry names */
+    int64_t heads; /* pages per entry */
     atomic_bool failed;
 } compactor;
 
@@ -25,7 +25,7 @@ static kvc_room room_of(const compactor *c, int64_t entry, int64_t h, int64_t la
     return kvc_room_of(c->s, &page, key);
 }
 
-/* One side of a page from the tokens that come to it; they stand in for places that none comes to. */
+/* Encodes one side of a page from the tokens moved to it. Places without a token are filled with copies of them. */
 static void write_anew(const compactor *c, int64_t begin, int64_t end, int64_t h, int key, float *rows, float *scratch)
 {
     kvc_room to = room_of(c, c->m.move[begin].to, h, c->m.move[begin].layout, key);
@@ -41,7 +41,7 @@ static void write_anew(const compactor *c, int64_t begin, int64_t end, int64_t h
     kvc_encode_page(&to, &(kvc_source){.row = row, .dtype = KVC_F32}, scratch);
 }
 
-/* Runs of moves to one page. */
+/* Items are runs of moves to one page. */
 static void write_pages(int64_t begin, int64_t end, void *context)
 {
     compactor *c = context;
@@ -61,7 +61,7 @@ static void write_pages(int64_t begin, int64_t end, void *context)
     kvc_free(rows);
 }
 
-/* Runs of moves of one line, in order: a token may go where another has just left. */
+/* Items are runs of moves of one line, processed in order: a token may be moved to a place that was just vacated. */
 static void move_tokens(int64_t begin, int64_t end, void *context)
 {
     const compactor *c = context;

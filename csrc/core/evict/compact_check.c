@@ -1,6 +1,6 @@
-/* compact_check.c - what can be wrong with the moves of an eviction. Each may be right by itself and still be impossible with
- * the others: a page that is written anew takes its tokens in one run, a token is written once, and what one line writes no
- * other line reads or writes, for lines go in parallel. */
+/* compact_check.c - validates the moves of an eviction, individually and together: a re-encoded page receives its
+ * tokens in one run, no token is written twice, and what one line writes no other line reads or writes, because lines
+ * run in parallel. */
 #include "base/alloc.h"
 #include "compact.h"
 
@@ -63,9 +63,10 @@ static kvc_status check_move(const kvc_store *s, const kvc_move *m)
     return whole ? kvc_apart_check(s, m->from, m->to, m->layout, "compact", "moves") : KVC_OK;
 }
 
-/* Bytes that a run writes. */
+/* The bytes that a run writes. */
 typedef struct target {
-    int64_t begin, end, line; /* line: the how many-th, for runs of one number that lie apart go in parallel too */
+    /* line: counted by change of number, because separate runs with the same number also run in parallel */
+    int64_t begin, end, line;
     bool anew;
 } target;
 
@@ -75,7 +76,7 @@ static int by_place(const void *a, const void *b)
     return (x->begin > y->begin) - (x->begin < y->begin);
 }
 
-/* No two moves of a run to one token; then a run of a page has at most as many moves as the page has tokens. */
+/* A run must not write a token twice. Then a run to a page has at most as many moves as the page has tokens. */
 static kvc_status check_run(const kvc_moves *m, int64_t run)
 {
     uint64_t taken[KVC_MAX_PAGE / 64] = {0};
@@ -93,7 +94,7 @@ static kvc_status check_run(const kvc_moves *m, int64_t run)
     return KVC_OK;
 }
 
-/* Targets in order of place, those of one page side by side: no two share bytes, but runs of one line to one page. */
+/* Targets are sorted by address. None may overlap, except runs of one line to the same page. */
 static kvc_status check_targets(const target *t, int64_t n)
 {
     for (int64_t i = 1; i < n; i++) {
@@ -106,11 +107,11 @@ static kvc_status check_targets(const target *t, int64_t n)
     return KVC_OK;
 }
 
-/* Is what this move reads left alone by other lines, and by what is written anew? */
+/* What a move reads must not be written by other lines or be re-encoded. */
 static kvc_status check_source(const kvc_store *s, const kvc_move *m, int64_t line, const target *t, int64_t n)
 {
     int64_t begin = kvc_entry_offset(m->from), end = begin + kvc_entry_bytes(s, m->from, m->layout), low = 0;
-    for (int64_t high = n; low < high;) { /* the targets before `low` begin before the end */
+    for (int64_t high = n; low < high;) { /* binary search for the last target that begins before `end` */
         int64_t middle = low + (high - low) / 2;
         if (t[middle].begin < end)
             low = middle + 1;

@@ -1,12 +1,12 @@
-/* keep.c - what policies ask about the tokens of a table, each in one go over all lines: where they stand, a score
- * smoothed over neighbours, and, with what stays in any case, which to keep. Linear in the tokens. */
+/* keep.c - queries of policies about the tokens of a table, each one pass over all lines: positions, scores smoothed
+ * over neighbours, and the tokens to keep. Linear in the number of tokens. */
 #include "keep.h"
 #include "attend/attend.h"
 #include "table/table.h"
 
 #include <string.h>
 
-/* Tokens of row b that come before `slot`: pads, runs (row, start, end) ascending, are none. */
+/* Number of tokens of row b before `slot`. `runs` of padding (row, start, end), ascending, do not count. */
 static int64_t position_of(int64_t slot, int64_t b, const int64_t *runs, int64_t n)
 {
     int64_t pads = 0;
@@ -42,11 +42,11 @@ kvc_status kvc_table_means(const kvc_table *t, const int64_t *positions, const i
     return KVC_OK;
 }
 
-/* ---------------------------------------------------------------- in the order of the sequence */
+/* ---------------------------------------------------------------- in sequence order */
 
-#define DIGIT 11 /* bits that a pass sorts by */
+#define DIGIT 11 /* bits per radix sort pass */
 
-/* Indices of the live tokens of a line by slot: `order` of n in all; both arrays have room for `width`. */
+/* Indices of the live tokens of a line, sorted by slot. Both arrays have room for `width`. */
 static int64_t by_slot(const int32_t *slots, int64_t width, int32_t *order, int32_t *spare)
 {
     int64_t n = 0;
@@ -112,9 +112,9 @@ kvc_status kvc_smooth(const kvc_tokens *l, const float *x, const int64_t *newest
     return status;
 }
 
-/* ---------------------------------------------------------------- what stays */
+/* ---------------------------------------------------------------- tokens to keep */
 
-/* The score of a line; of one that stands for all heads their mean. */
+/* The scores of a line; the mean over the heads if the line stands for all of them. */
 static void line_score(const kvc_tokens *l, const float *scores, int64_t score_heads, int64_t r, float *out)
 {
     if (score_heads == l->heads) {

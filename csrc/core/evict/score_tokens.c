@@ -1,5 +1,6 @@
-/* score_tokens.c - what policies want to know of stored rows (lengths, cosines with their mean), tile by tile from the
- * pages: no dense copy of a layer. Cost: a decode of each tile, and a multiply-add an element; the cosine reads twice. */
+/* score_tokens.c - statistics of stored rows for policies (norms, cosines with their mean), computed tile by tile from
+ * the pages, without a dense copy of the layer. Cost: decoding each tile and one multiply-add per element; the cosine
+ * reads the pages twice. */
 #include "base/alloc.h"
 #include "attend/attend.h"
 
@@ -15,11 +16,11 @@ typedef struct scorer {
     atomic_bool failed;
 } scorer;
 
-/* A head's tokens, a tile at a time. */
+/* Iterates over the tokens of a head, a tile at a time. */
 typedef struct walk {
     const scorer *r;
     int64_t b, h;
-    float *x, *rows; /* [dim][16]; [16][dim], where the level has no tile kernels */
+    float *x, *rows; /* x: [dim][16]; rows: [16][dim], if the level has no tile kernels */
 } walk;
 
 static void decode_tile(const walk *w, const kvc_side *side, int64_t tile)
@@ -66,7 +67,7 @@ static void dot(const float *x, int64_t dim, const float *y, float *out)
         for (int64_t t = 0; t < KVC_TILE; t++) out[t] += x[d * KVC_TILE + t] * (y ? y[d] : x[d * KVC_TILE + t]);
 }
 
-/* Tokens behind the n-th were never written: they are computed with, and go nowhere. */
+/* Tokens from n on were never written: their results are computed but not stored. */
 static void norms(const float *x, int64_t dim, int64_t n, float *out, void *unused)
 {
     float square[KVC_TILE];
@@ -77,11 +78,11 @@ static void norms(const float *x, int64_t dim, int64_t n, float *out, void *unus
 
 typedef struct centre {
     float lane[KVC_MAX_DIM * KVC_TILE], mean[KVC_MAX_DIM], length;
-    const int32_t *slots; /* of the head's tokens, or NULL: all live */
-    const float *begin;   /* where the head's numbers begin */
+    const int32_t *slots; /* of the head's tokens; NULL if all are live */
+    const float *begin;   /* start of the head's output */
 } centre;
 
-/* Adds the tile's rows, each of length 1; leaves 1 / length of each, 0 where none lives. */
+/* Adds the tile's rows, normalized to length 1. Stores 1 / length of each row, or 0 for dead tokens. */
 static void add_units(const float *x, int64_t dim, int64_t n, float *out, void *context)
 {
     centre *c = context;
@@ -96,7 +97,7 @@ static void add_units(const float *x, int64_t dim, int64_t n, float *out, void *
         kernels->add(x, dim, factor, c->lane);
         return;
     }
-    for (int64_t d = 0; d < dim; d++) /* rows behind the n-th may hold anything */
+    for (int64_t d = 0; d < dim; d++) /* rows from n on may hold anything */
         for (int64_t t = 0; t < n; t++) c->lane[d * KVC_TILE + t] += x[d * KVC_TILE + t] * factor[t];
 }
 
@@ -147,7 +148,7 @@ static void score_heads(int64_t begin, int64_t end, void *context)
     kvc_scratch_free(block);
 }
 
-/* Dead tokens have a row, which says nothing. */
+/* Zeroes the results of dead tokens. */
 static void clear_dead(const scorer *r)
 {
     const kvc_store *s = r->s;

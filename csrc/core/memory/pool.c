@@ -1,13 +1,14 @@
-/* pool.c - pages in slabs: O(1) alloc and free, reference counts, memory that goes back.
+/* pool.c - a slab allocator for pages: O(1) alloc and free, reference counts, memory returned to the system.
  *
- * One reservation of address space, cut into units; a slab is a run of units that serves one slot size. The reservation
- * is the pool's own, or that of the process, shared by pools that are small as a rule (space.c): slabs begin small there.
- * A slot that was never used is not resident (the system gives memory at the first touch), so slabs can be generous.
- * Units become accessible as the extent reaches them, so that a system that counts promises counts only those.
- * Memory goes back to the system when a slab is empty, and, for slots made of whole system pages, when more than
- * HOT freed ones wait in their class: a prefill's raw pages do not stay behind, and a steady decode of one sequence,
- * which frees one page for each that it takes, makes no system call. An empty slab goes at once: tables take new pages
- * before they let old ones go, so a slab does not flicker at its last page. A pool may be told to keep freed memory. */
+ * A pool reserves address space and divides it into units; a slab is a run of units with slots of one size. Pools
+ * usually share one reservation of the process (space.c), in which slabs start small; a pool may also have its own.
+ * Slots that were never used are not resident, so slabs can be generous. Units become accessible as the extent grows,
+ * so that systems that account for committed memory count only those.
+ *
+ * Memory is returned when a slab is empty; for slots made of whole system pages also when more than HOT freed slots of
+ * a size class are resident. The raw pages of a prefill are thus returned, while steady decode of one sequence, which
+ * frees one page per page it allocates, makes no system calls. Tables allocate new pages before they free old ones, so
+ * the last slab is not freed and recreated repeatedly. A pool can be configured to keep freed memory. */
 #include "pool.h"
 
 #include "base/alloc.h"
@@ -15,11 +16,10 @@
 
 #include <string.h>
 
-#define HOT 1 /* freed slots of a class that stay resident: what a decode step takes next */
-#define HUGE_FROM                                                                                                      \
-    ((int64_t)64 << 20)              /* resident bytes from which slabs ask for huge pages: fewer TLB misses when
-                                         large, no rounding up when small */
-#define HUGE_CALL ((int64_t)4 << 20) /* bytes that one call will write, from which its slabs do */
+#define HOT 1 /* freed slots per class that stay resident, for reuse by the next decode step */
+/* resident bytes from which slabs use huge pages: fewer TLB misses when large, no rounding up when small */
+#define HUGE_FROM ((int64_t)64 << 20)
+#define HUGE_CALL ((int64_t)4 << 20) /* bytes written by one call from which its new slabs use huge pages */
 #define MIN_RESERVE ((int64_t)64 << 20)
 
 static kvc_status new_pool(kvc_pool made, kvc_pool **out)
@@ -45,7 +45,7 @@ kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **out)
     bytes = round_up(bytes < UNIT ? UNIT : bytes, UNIT);
     KVC_CHECK(!kvc_alloc_must_fail(), KVC_E_MEMORY, "out of memory: no address space for a pool");
     void *base = NULL;
-    for (;; bytes = round_up(bytes / 2, UNIT)) { /* a limit on address space is no reason to give up */
+    for (;; bytes = round_up(bytes / 2, UNIT)) { /* retry with less if the address space is limited */
         base = kvc_system_reserve(bytes);
         if (base || max_bytes || bytes <= MIN_RESERVE) break;
     }
@@ -130,7 +130,7 @@ static void list_remove(kvc_pool *pool, int32_t i)
 
 static kvc_status find_class(kvc_pool *pool, int64_t slot_bytes, int32_t *index)
 {
-    for (*index = 0; *index < pool->n_classes; ++*index) /* a handful: formats in use x page sizes */
+    for (*index = 0; *index < pool->n_classes; ++*index) /* only a few: formats in use x page sizes */
         if (pool->classes[*index].slot_bytes == slot_bytes) return KVC_OK;
     KVC_TRY(kvc_grow(&pool->classes, pool->n_classes, &pool->class_capacity, sizeof *pool->classes));
     pool->classes[pool->n_classes++] = (size_class){.slot_bytes = slot_bytes, .room = LIST_END};
@@ -152,7 +152,7 @@ static void drop_slab(kvc_pool *pool, int32_t index)
     pool->slabs[index] = NULL;
 }
 
-/* Slabs that were kept for their memory alone. */
+/* Frees empty slabs, which are kept if the pool keeps freed memory. */
 static bool drop_empty(kvc_pool *pool)
 {
     int32_t before = pool->n_slabs;
@@ -168,7 +168,7 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
     slab found = {.units = kvc_units_of_slab(pool, c), .class_index = class_index, .hot = LIST_END, .cold = LIST_END};
     KVC_TRY(kvc_units_place(pool, &found));
     if (found.first_unit < 0 && drop_empty(pool)) KVC_TRY(kvc_units_place(pool, &found));
-    if (found.first_unit < 0) { /* nearly full: as small as one slot */
+    if (found.first_unit < 0) { /* nearly full: use the smallest possible slab */
         found.units = one;
         KVC_TRY(kvc_units_place(pool, &found));
     }
@@ -229,7 +229,7 @@ static kvc_status take_slot(kvc_pool *pool, int64_t bytes, int64_t *offset)
     size_class *c = &pool->classes[class_index];
     int32_t index = c->room;
     while (pool->space && c->hot && pool->slabs[index]->hot == LIST_END && pool->slabs[index]->next != LIST_END)
-        index = pool->slabs[index]->next; /* few: small slabs that make one large */
+        index = pool->slabs[index]->next; /* prefer slots that are resident; short list, since slabs double in size */
     slab *s = pool->slabs[index];
     if (s->hot != LIST_END) {
         slot = s->hot;
@@ -282,12 +282,12 @@ static void drop_slot(kvc_pool *pool, int64_t offset)
         if (pool->slabs[i] && pool->slabs[i]->class_index == c - pool->classes) drop_slab(pool, i);
 }
 
-/* The slab of the slot that begins at `offset` and was used before; NULL if none does. */
+/* The slab of the used slot at `offset`, or NULL. */
 static slab *slab_at(const kvc_pool *pool, int64_t offset, int32_t *slot)
 {
     if (offset < 0 || offset >= pool->extent) return NULL;
     int64_t unit = offset / pool->unit;
-    int32_t index = slab_over(pool, unit); /* of a shared space maybe another pool's slab */
+    int32_t index = slab_over(pool, unit); /* in the shared space, possibly of another pool */
     slab *s = index >= 0 && index < pool->slab_capacity ? pool->slabs[index] : NULL;
     if (!s || unit < s->first_unit || unit >= s->first_unit + s->units) return NULL;
     slab_of(pool, offset, slot);

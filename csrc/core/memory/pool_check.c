@@ -1,7 +1,7 @@
-/* pool_check.c - every invariant of a pool, for tests. */
+/* pool_check.c - checks the invariants of a pool, for tests. */
 #include "pool.h"
 
-/* Length of a free list, or -1 if it holds a slot that is no free one, or runs in circles. */
+/* Length of a free list; -1 if it contains a slot in use or a cycle. */
 static int32_t list_length(const slab *s, int32_t head)
 {
     int32_t n = 0;
@@ -16,7 +16,7 @@ static kvc_status check_slab(const kvc_pool *pool, int32_t index, kvc_pool_stats
     int64_t bytes = pool->classes[s->class_index].slot_bytes;
     int32_t live = 0, n_hot = list_length(s, s->hot), n_cold = list_length(s, s->cold);
     bool listed = false;
-    for (int32_t k = 0; k < s->slots; k++) live += s->refs[k] > 0; /* from bump on none is */
+    for (int32_t k = 0; k < s->slots; k++) live += s->refs[k] > 0; /* slots from bump on are unused */
     KVC_CHECK(n_hot >= 0 && n_cold >= 0, KVC_E_VALUE, "pool: slab %d: a free list holds a slot in use", index);
     KVC_CHECK(live == s->live && (live > 0 || pool->keep || !kvc_units_may_go(pool, s)) &&
                   live + n_hot + n_cold == s->bump && s->bump <= s->slots,
@@ -36,8 +36,8 @@ static kvc_status check_slab(const kvc_pool *pool, int32_t index, kvc_pool_stats
 
 static kvc_status check_all(const kvc_pool *pool)
 {
-    kvc_pool_stats sum = {0};                                             /* reserved: bytes that slabs cover */
-    int64_t hot = 0, covered = pool->space ? pool->held / pool->unit : 0; /* units */
+    kvc_pool_stats sum = {0};                                             /* reserved: bytes covered by slabs */
+    int64_t hot = 0, covered = pool->space ? pool->held / pool->unit : 0; /* in units */
     for (int32_t i = 0; i < pool->slab_capacity; i++)
         if (pool->slabs[i]) KVC_TRY(check_slab(pool, i, &sum, &hot));
     for (int64_t u = 0; !pool->space && u < pool->extent / UNIT; u++) covered += slab_over(pool, u) >= 0;

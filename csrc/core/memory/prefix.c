@@ -1,5 +1,5 @@
-/* prefix.c - links in a hash table and in order of use. A link was used whenever a longer chain through it was, and then
- * after it: so the least recently used link is always the end of a chain. */
+/* prefix.c - links of chains in a hash table and in LRU order. Use of a chain marks its links as used from the end to
+ * the start, so the least recently used link is always the end of a chain. */
 #include "base/alloc.h"
 #include "memory/prefix_link.h"
 
@@ -33,7 +33,7 @@ kvc_status kvc_prefix_new(kvc_pool *pool, int64_t max_bytes, int64_t max_links, 
     return KVC_OK;
 }
 
-/* ---------------------------------------------------------------- the table and the order */
+/* ---------------------------------------------------------------- hash table and LRU order */
 
 static link **bucket_of(const kvc_prefix *p, const uint8_t *digest)
 {
@@ -64,7 +64,7 @@ void kvc_prefix_touch(kvc_prefix *p, link *l)
     }
 }
 
-/* Twice the buckets, if there is memory: a fuller table is only slower. */
+/* Doubles the buckets if memory is available; without it, lookups are only slower. */
 static void widen(kvc_prefix *p)
 {
     link **old = p->buckets, **buckets;
@@ -129,7 +129,7 @@ static void trim(kvc_prefix *p, int64_t max_bytes, int64_t max_links)
 {
     for (link *l = p->oldest, *newer; l && (p->stats.bytes > max_bytes || p->stats.links > max_links); l = newer) {
         newer = l->newer;
-        if (l->pins) continue; /* and so are all that it hangs on */
+        if (l->pins) continue; /* then all its parents are pinned, too */
         kvc_prefix_drop_link(p, l);
         p->stats.evicted++;
     }
@@ -143,7 +143,7 @@ static void digest_link(const kvc_prefix *p, const uint8_t *before, const int64_
     kvc_sha256_begin(&h);
     kvc_sha256_add(&h, before, KVC_DIGEST);
     for (int64_t i = 0; i < n; i += 8) {
-        uint8_t bytes[64]; /* little endian, whatever the machine */
+        uint8_t bytes[64]; /* little endian on any machine */
         int64_t some = n - i < 8 ? n - i : 8;
         for (int64_t j = 0; j < 8 * some; j++) bytes[j] = (uint8_t)((uint64_t)tokens[i + j / 8] >> (8 * (j % 8)));
         kvc_sha256_add(&h, bytes, 8 * some);
@@ -235,7 +235,7 @@ kvc_status kvc_prefix_put(kvc_prefix *p, const kvc_chain *chain, const int64_t *
     }
     kvc_prefix_touch(p, w.last);
     trim(p, p->max_bytes, p->max_links);
-    *links = kvc_prefix_go(p, &w, chain); /* a chain that is too long for the limits has lost its end */
+    *links = kvc_prefix_go(p, &w, chain); /* trim may have removed the end of a chain that exceeds the limits */
     pthread_mutex_unlock(&p->lock);
     return status;
 }
@@ -252,7 +252,8 @@ int64_t kvc_prefix_take(kvc_prefix *p, const kvc_chain *chain, int64_t *entries)
         int64_t *to = entries + (end ? chain->first_entries + (end - 1) * chain->later_entries : 0);
         for (int64_t i = 0; i < l->n_entries; i++) {
             to[i] = kvc_link_entries(l)[i];
-            kvc_pool_ref(p->pool, kvc_entry_offset(to[i])); /* before the lock goes, and with it the link, maybe */
+            /* while the lock is held: afterwards the link may be freed */
+            kvc_pool_ref(p->pool, kvc_entry_offset(to[i]));
         }
         p->stats.hit_bytes += l->bytes;
     }

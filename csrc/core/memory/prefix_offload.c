@@ -1,4 +1,4 @@
-/* prefix_offload.c - links of the prefix index whose pages wait elsewhere, for who moves them there and back. */
+/* prefix_offload.c - links of the prefix index whose pages are offloaded. */
 #include "memory/prefix_link.h"
 
 #include <string.h>
@@ -47,7 +47,7 @@ bool kvc_prefix_offload(kvc_prefix *p, int64_t id)
     return may;
 }
 
-/* Would the pool get a page back? */
+/* Whether dropping the link would free a page of the pool. */
 static bool holds_alone(const kvc_prefix *p, kvc_link *l)
 {
     int64_t i = 0;
@@ -61,7 +61,8 @@ bool kvc_prefix_give_way(void *prefix)
     pthread_mutex_lock(&p->lock);
     kvc_link *l = p->oldest;
     while (l && (l->pins || l->offloaded || l->near || !holds_alone(p, l))) l = l->newer;
-    if (l && l->children) { /* that wait elsewhere, and may come back after this one is put again */
+    /* its children are offloaded and need it when they are brought back: keep the link without its pages */
+    if (l && l->children) {
         kvc_prefix_strip(p, l);
     } else if (l) {
         kvc_prefix_drop_link(p, l);
@@ -101,7 +102,7 @@ int64_t kvc_prefix_offloaded(kvc_prefix *p, const kvc_chain *chain, int64_t *ids
     if (kvc_chain_check(chain) != KVC_OK) return 0;
     pthread_mutex_lock(&p->lock);
     kvc_prefix_go(p, &w, chain);
-    kvc_prefix_touch(p, w.last); /* who brings these back wants what they hang on, too */
+    kvc_prefix_touch(p, w.last); /* bringing these back needs their parents, too */
     for (kvc_link *l; !w.clash && kvc_prefix_next(p, &w, &l) && l; n++) {
         ids[n] = l->id;
         kvc_walk_on(&w, l);

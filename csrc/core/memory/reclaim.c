@@ -1,4 +1,4 @@
-/* reclaim.c - a pool that is full asks who holds pages that can be had again. */
+/* reclaim.c - a full pool asks the owners of reclaimable pages to release some. */
 #include "memory/pool.h"
 
 void kvc_pool_add_reclaimer(kvc_pool *pool, kvc_reclaimer *r)

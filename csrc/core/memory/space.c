@@ -1,7 +1,7 @@
-/* space.c - address space for any number of pools: one mapping, dealt in blocks of 2^n units (buddies).
+/* space.c - address space shared by all small pools: one mapping, managed by a buddy allocator in blocks of 2^n units.
  *
- * A reservation for each pool has two limits: the address space of the process, and the number of its mappings (65,530 on
- * Linux). Small pools take a few units here. Units become accessible from the bottom up, as in a pool of its own. */
+ * A reservation per pool would be limited by the address space of the process and by its number of mappings (65,530 on
+ * Linux). Units become accessible from the start of the mapping on. */
 #include "memory/space.h"
 
 #include "base/alloc.h"
@@ -9,23 +9,25 @@
 
 #include <pthread.h>
 
-enum { ORDERS = 31, STEP = 6, HUGE = 7 }; /* STEP: at least 1 MiB becomes accessible at once; HUGE: a huge page */
+/* in units. STEP: at least 1 MiB becomes accessible at once; HUGE: a huge page */
+enum { ORDERS = 31, STEP = 6, HUGE = 7 };
 #define MIN_SPACE ((int64_t)64 << 20)
 
 typedef struct block {
     int32_t next, previous;
-    int32_t order; /* of the free block that begins here, or LIST_END */
+    int32_t order; /* order of the free block that starts here, or LIST_END */
 } block;
 
 static struct {
     kvc_space space;
-    block *blocks;         /* [units] below the extent */
-    int64_t units, extent; /* extent: units that are accessible */
+    block *blocks;         /* [units] up to the extent */
+    int64_t units, extent; /* extent: number of accessible units */
     int32_t free[ORDERS];
 } all;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* Twice the machine's memory, for blocks of 2^n do not fit everything; at most half of what the process may have. */
+/* Reserves twice the machine's memory, because blocks of 2^n units waste space, but at most half of the process's
+ * limit. */
 static kvc_status reserve(void)
 {
     int64_t bytes = 2 * kvc_system_memory(), most = kvc_system_space() / 2, entries = sizeof(kvc_unit) + sizeof(block);
@@ -80,7 +82,7 @@ static void unlink_block(int64_t first)
         all.free[b.order] = b.next;
 }
 
-/* The block that the free one becomes with its free neighbours, which is not in a list. */
+/* Merges a free block with its free buddies. The result is in no list. */
 static int64_t merge(int64_t first, int *order)
 {
     for (; *order + 1 < ORDERS; ++*order) {
@@ -100,7 +102,7 @@ static bool use(void *entries, int64_t bytes, int64_t from, int64_t to)
     return kvc_system_use((uint8_t *)entries - skip + begin, end - begin);
 }
 
-/* More units become accessible, a block of the order among them if there is room. */
+/* Makes more units accessible. *room: whether a block of this order fits. */
 static kvc_status extend(int order, bool *room)
 {
     int64_t from = all.extent, block_units = (int64_t)1 << order, size = (int64_t)1 << (order > STEP ? order : STEP);
@@ -153,7 +155,8 @@ kvc_status kvc_space_take(int order, int64_t *first)
 void kvc_space_give(int64_t first, int order)
 {
     pthread_mutex_lock(&lock);
-    int whole = order > HUGE ? order : HUGE; /* given back in parts, a huge page leaves a table of small ones */
+    /* returning part of a huge page leaves a page table of small ones, so whole huge pages are remapped */
+    int whole = order > HUGE ? order : HUGE;
     uint8_t *at = all.space.base + (first >> whole << whole) * SPACE_UNIT;
     first = merge(first, &order);
     if (order < HUGE || kvc_system_renew(at, SPACE_UNIT << whole)) link_block(first, order);

@@ -1,4 +1,4 @@
-/* transfer.c - copies at the speed of memory. Cost: of 16 bytes a load, two additions and a store. */
+/* transfer.c - copies with checksums, at memory speed. Cost per 16 bytes: a load, two additions, a store. */
 #include "transfer.h"
 
 #include "base/status.h"
@@ -9,13 +9,13 @@
 #include <emmintrin.h>
 #endif
 
-#define STREAM ((int64_t)32 << 20) /* a transfer of more goes past the caches: nobody reads it back at once */
+#define STREAM ((int64_t)32 << 20) /* larger transfers bypass the caches, because the data is not read again soon */
 
 typedef struct sums {
     uint64_t plain[2], placed[2];
 } sums;
 
-/* `to` may be NULL: only sums. bytes: a multiple of 16. */
+/* Copies and sums up. to = NULL: sums only. bytes is a multiple of 16. */
 static void copy(sums *s, uint8_t *to, const uint8_t *from, int64_t bytes, bool stream)
 {
 #if defined(__SSE2__)
@@ -48,7 +48,7 @@ static void copy(sums *s, uint8_t *to, const uint8_t *from, int64_t bytes, bool 
 #endif
 }
 
-/* One word of four; the bytes' number is in it, for zeros at the end change only `placed`. */
+/* Folds the four sums to one word. Includes the length, since trailing zeros affect only `placed`. */
 static uint64_t finish(const sums *s, int64_t bytes)
 {
     uint64_t h = (uint64_t)bytes;

@@ -1,13 +1,13 @@
-/* units.c - where slabs lie: in the reservation of the pool, or in that of the process. The caller has the pool's lock. */
+/* units.c - placement of slabs in the pool's own or the process-wide reservation. The caller holds the pool's lock. */
 #include "base/alloc.h"
 #include "base/system.h"
 #include "memory/pool.h"
 
-#define LOST (-2)     /* a unit that the system has taken away: of no slab, and never free again */
-#define SLAB_SLOTS 16 /* slots of a slab, about */
-#define SLAB_PART 64  /* no slab takes more of the pool's units than one in so many, if a slot fits */
+#define LOST (-2)     /* a unit that could not be remapped: belongs to no slab and is never reused */
+#define SLAB_SLOTS 16 /* approximate number of slots per slab */
+#define SLAB_PART 64  /* a slab takes at most 1/64 of the pool, if a slot fits */
 
-/* The power of 2 that n units fit. */
+/* Smallest power of 2 that is at least n, as an exponent. */
 static int order_of(int64_t n)
 {
     int order = 0;
@@ -21,7 +21,7 @@ int64_t kvc_units_of(const kvc_pool *pool, int64_t bytes)
     return pool->space ? (int64_t)1 << order_of(units) : units;
 }
 
-/* Of a slab, of which no pool takes more than a part. */
+/* Maximum size of a slab. */
 static int64_t most_units(const kvc_pool *pool, int64_t slot_bytes)
 {
     int64_t one = kvc_units_of(pool, slot_bytes), part = pool->reserved / pool->unit / SLAB_PART;
@@ -29,7 +29,7 @@ static int64_t most_units(const kvc_pool *pool, int64_t slot_bytes)
     return units > part ? part > one ? part : one : units;
 }
 
-/* In a shared space the first has one slot, about, and the next as many as there are. */
+/* In a shared space the first slab has about one slot, and each further one doubles the class. */
 int64_t kvc_units_of_slab(const kvc_pool *pool, const size_class *c)
 {
     int64_t most = most_units(pool, c->slot_bytes);
@@ -44,7 +44,7 @@ bool kvc_units_may_go(const kvc_pool *pool, const slab *s)
            (c->slots - s->slots) * c->slot_bytes >= most_units(pool, c->slot_bytes) * pool->unit;
 }
 
-/* First run of `units` free units of an own reservation, or -1. It may reach over the extent. */
+/* First run of `units` free units of the pool's own reservation; it may extend past the extent. -1 if there is none. */
 static int64_t find_units(const kvc_pool *pool, int64_t units)
 {
     int64_t run = 0, end = pool->extent / UNIT;
@@ -74,7 +74,7 @@ kvc_status kvc_units_reach(kvc_pool *pool, int64_t extent)
 {
     int64_t more = extent - pool->extent;
     if (more <= 0) return KVC_OK;
-    if (pool->space) { /* which does so itself */
+    if (pool->space) { /* the shared space manages its own extent */
         pool->extent = extent;
         return KVC_OK;
     }
@@ -98,7 +98,8 @@ static bool all_free(const kvc_pool *pool, int64_t from, int64_t to)
     return free;
 }
 
-/* Of an own reservation: given back in parts, a huge page leaves a table of small ones. */
+/* Remaps the huge pages that [from, to) leaves free (own reservations only): returning parts of a huge page leaves a
+ * page table of small ones. */
 static void renew(kvc_pool *pool, int64_t from, int64_t to)
 {
     int64_t per = KVC_HUGE_PAGE / UNIT, first = from / per * per, last = round_up(to, per);
@@ -114,7 +115,8 @@ void kvc_units_give(kvc_pool *pool, const slab *s)
     kvc_system_give_back(at, s->units * pool->unit);
     mark(pool, s->first_unit, s->first_unit + s->units, LIST_END);
     pool->held -= s->units * pool->unit;
-    if (pool->space && s->huge) kvc_system_expect_much(at, s->units * pool->unit, false); /* small ones may be next */
+    /* the next slab here may be small */
+    if (pool->space && s->huge) kvc_system_expect_much(at, s->units * pool->unit, false);
     if (!pool->space) renew(pool, s->first_unit, s->first_unit + s->units);
     kvc_units_back(pool, s);
 }

@@ -1,11 +1,11 @@
-/* table.c - the pages of B sequences in one layer: life, the end of what is planned, select, reset. Slots, crop, figures: table_slots.c. Appends:
- * table_plan.c. Evictions: table_evict.c. */
+/* table.c - the pages of B sequences in one layer: create and free, commit and rollback of plans, select, reset. Slots,
+ * crop and statistics: table_slots.c. Appends: table_plan.c. Evictions: table_evict.c. */
 #include "table.h"
 
 #include <stdatomic.h>
 #include <string.h>
 
-#define MOST (1 << 24) /* heads, sequences: their products with bytes of pages stay far from 2^63 */
+#define MOST (1 << 24) /* limit on heads and sequences, so that their products with page sizes cannot overflow */
 
 /* ---------------------------------------------------------------- counted arrays */
 
@@ -40,7 +40,7 @@ void kvc_array_release(void *array)
     if (array && atomic_fetch_sub(&header_of(array)->owners, 1) == 1) kvc_free(header_of(array));
 }
 
-/* ---------------------------------------------------------------- life */
+/* ---------------------------------------------------------------- create and free */
 
 kvc_span kvc_table_sealed(const kvc_table *t, int64_t c)
 {
@@ -148,7 +148,7 @@ void kvc_table_free(kvc_table *t)
     kvc_free(t);
 }
 
-/* Ends the append or eviction under way, if there is one. */
+/* Ends the append or eviction in progress, if any. */
 static void end_plan(kvc_table *t, bool commit)
 {
     if (!t->plan) return;
@@ -179,7 +179,7 @@ void kvc_table_release_arrays(kvc_table *t)
     kvc_array_release(t->scores);
 }
 
-/* Copies of the rows `index` of t's arrays, in arrays of their own; refs are not counted. */
+/* Copies the rows `index` of t's arrays to new arrays in *to. Page references are not counted. */
 static kvc_status copy_rows(const kvc_table *t, const int64_t *index, int64_t n, kvc_table *to)
 {
     int64_t Ht = t->table_heads;
@@ -259,14 +259,14 @@ static kvc_status check_rows(const kvc_table *t, const int64_t *index, int64_t n
     return KVC_OK;
 }
 
-/* t takes the arrays of `now`, copies of its rows. */
+/* Replaces t's arrays by those of `now`, which were copied from its rows. */
 static void take_rows(kvc_table *t, kvc_table *now)
 {
     ref_all(now);
     unref_all(t);
-    if (now->batch == t->batch) { /* a beam's step: in place, so that views stay what they are */
+    if (now->batch == t->batch) { /* beam search: copy in place, so that views of the arrays stay valid */
         size_t lines = (size_t)kvc_lines(t);
-        /* NOLINTBEGIN: copy_rows gave the arrays */
+        /* NOLINTBEGIN: copy_rows allocated the arrays */
         memcpy(t->entries, now->entries, lines * (size_t)t->columns * sizeof *t->entries);
         memcpy(t->rows, now->rows, lines * 2 * sizeof *t->rows);
         if (t->slots) memcpy(t->slots, now->slots, lines * (size_t)t->slot_capacity * sizeof *t->slots);
@@ -326,9 +326,9 @@ kvc_status kvc_table_reset(kvc_table *t, int64_t batch)
         t->rows = rows;
         t->batch = batch;
         t->version++;
-    } else { /* cannot fail: who gives pages away has let go of them */
+    } else { /* cannot fail: the source table no longer refers to the pages */
         unref_all(t);
-        t->version += t->table_heads > 1; /* the arrays have room for more lines than there are now */
+        t->version += t->table_heads > 1; /* the arrays may have a capacity for more lines than in use */
     }
     t->table_heads = 1;
     kvc_table_set_slots(t, NULL, 0);

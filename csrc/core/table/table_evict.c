@@ -1,17 +1,17 @@
-/* table_evict.c - an eviction in the steps of an append: plan takes pages, builds the arrays that will be, and lists
- * what must be copied; the op copies (compact.c); commit swaps the arrays and lets the old pages go.
+/* table_evict.c - an eviction has the same steps as an append: plan allocates pages, builds the new arrays and lists
+ * the tokens to copy; the op copies them (compact.c); commit swaps the arrays and releases the old pages.
  *
- * A line is sinks (column 0, never evicted), closed pages, and the open tail: its raw pages that are to be sealed, or
- * else its last page if that is not full. The tail is compacted in place and keeps its order. Of closed pages those
- * whose tokens may move, and that nobody else holds, give the tokens of the emptiest to the holes of the others; the
- * rest (statistics over the page, or shared) keep dead tokens, and when more than a quarter of what they hold is dead,
- * the emptiest are written anew as fewer pages, until at most a sixteenth is. Pages that shall have other formats are
- * written anew together. */
+ * A line consists of sinks (column 0, never evicted), closed pages, and the open tail: the raw pages still to be
+ * sealed, or else the last page if it is not full. The tail is compacted in place and keeps its order. In closed pages
+ * that are not shared and whose format allows moving single tokens, the tokens of the emptiest pages fill the holes of
+ * the others. Other closed pages (shared, or with statistics over the page) keep dead tokens; when more than a quarter
+ * of their tokens are dead, the emptiest are rewritten as fewer pages until at most a sixteenth are dead. Pages that
+ * change format are rewritten together. */
 #include "table_evict.h"
 
 #include <string.h>
 
-/* ---------------------------------------------------------------- lists that can grow */
+/* ---------------------------------------------------------------- growable lists */
 
 kvc_status kvc_offsets_push(kvc_offsets *list, int64_t offset)
 {
@@ -41,7 +41,8 @@ kvc_status kvc_line_new_page(kvc_line *w, int64_t c, int64_t like, int64_t *entr
     return KVC_OK;
 }
 
-/* A page of its own for what stays at `p`: as it is, unless it lies in a group of heads that part now. */
+/* Sets where the page's remaining tokens are stored: in the page itself, unless its group of heads is split, which
+ * requires a copy. */
 static kvc_status settle(kvc_line *w, kvc_evict_page *p)
 {
     if (p->to != KVC_NONE) return KVC_OK;
@@ -53,10 +54,10 @@ static kvc_status settle(kvc_line *w, kvc_evict_page *p)
 
 /* ---------------------------------------------------------------- closed pages */
 
-/* Pages sorted by how many of their tokens live, oldest first among equals; `fullest`: descending. */
+/* Sorts by number of live tokens (descending if `fullest`); ties by age, oldest first. */
 static void sort_by_live(kvc_evict_page **pages, int64_t n, bool fullest)
 {
-    for (int64_t i = 1; i < n; i++) { /* few, and nearly sorted */
+    for (int64_t i = 1; i < n; i++) { /* insertion sort: short and nearly sorted lists */
         kvc_evict_page *p = pages[i];
         int64_t j = i;
         for (; j > 0 && (fullest ? pages[j - 1]->live < p->live : pages[j - 1]->live > p->live); j--)
@@ -65,7 +66,7 @@ static void sort_by_live(kvc_evict_page **pages, int64_t n, bool fullest)
     }
 }
 
-/* Pages whose tokens may move: those of the emptiest fill the holes of the others. */
+/* Moves the tokens of the emptiest pages to the holes of the others. */
 static kvc_status fill_holes(kvc_line *w, kvc_evict_page **pages, int64_t n)
 {
     int64_t P = w->t->spec.page_size, live = 0, to = 0, hole = 0;
@@ -88,7 +89,7 @@ static kvc_status fill_holes(kvc_line *w, kvc_evict_page **pages, int64_t n)
     return KVC_OK;
 }
 
-/* How many of the emptiest pages to write anew: none while few tokens are dead. */
+/* Number of the emptiest pages to rewrite; 0 while few tokens are dead. */
 static int64_t worth_merging(kvc_evict_page **pages, int64_t n, int64_t P)
 {
     int64_t dead = 0, live = 0;
@@ -106,7 +107,7 @@ static int64_t worth_merging(kvc_evict_page **pages, int64_t n, int64_t P)
     return best;
 }
 
-/* What is left of pages is written to new ones, in the order of their tokens. */
+/* Copies the live tokens of the pages to new pages, in order. */
 static kvc_status write_anew(kvc_line *w, kvc_evict_page **pages, int64_t n)
 {
     int64_t P = w->t->spec.page_size, live = 0, at = 0;
@@ -126,8 +127,7 @@ static kvc_status write_anew(kvc_line *w, kvc_evict_page **pages, int64_t n)
                 KVC_TRY(push_move(w, pages[i]->entry, t, to[at / P], at % P, P));
                 place[at++] = pages[i]->place[t];
             }
-    for (int64_t i = (out - 1) * P; at < out * P;
-         i++, at++) { /* the last page is filled up with its own tokens again */
+    for (int64_t i = (out - 1) * P; at < out * P; i++, at++) { /* pad the last page with copies of its own tokens */
         const kvc_move *m = w->e->moves + first + i;
         KVC_TRY(push_move(w, m->from, m->from_token, to[out - 1], at % P, P));
         place[at] = -1;
@@ -143,7 +143,7 @@ static kvc_status write_anew(kvc_line *w, kvc_evict_page **pages, int64_t n)
     return KVC_OK;
 }
 
-/* Pages that cannot be changed: the emptiest, where it is worth it. */
+/* For pages that cannot be changed in place: rewrites the emptiest if it is worthwhile. */
 static kvc_status merge(kvc_line *w, kvc_evict_page **pages, int64_t n)
 {
     sort_by_live(pages, n, false);
@@ -159,7 +159,7 @@ static bool may_change(const kvc_line *w, const kvc_evict_page *p)
            (w->foreign || kvc_pool_refs(w->t->pool, kvc_entry_offset(p->entry)) == 1);
 }
 
-/* Page by page of the same formats and kind. */
+/* Compacts closed pages, in groups of the same formats and kind. */
 static kvc_status close_up(kvc_line *w)
 {
     for (int64_t i = 0; i < w->closed; i++) {
@@ -188,7 +188,7 @@ static kvc_status close_tail(kvc_line *w)
 {
     int64_t P = w->t->spec.page_size, at = 0, size = w->open * P;
     kvc_evict_page *pages = w->pages + w->closed;
-    int32_t *place = w->places + w->closed * P; /* of all open pages, side by side */
+    int32_t *place = w->places + w->closed * P; /* of all open pages, contiguous */
     for (int64_t i = 0; i < size; i++) {
         if (place[i] < 0) continue;
         kvc_evict_page *from = &pages[i / P], *to = &pages[at / P];
@@ -214,7 +214,7 @@ static kvc_status close_tail(kvc_line *w)
 
 /* ---------------------------------------------------------------- a line */
 
-/* Columns at the end that are open: raw pages to be sealed; or else the last, unless it is full. */
+/* Number of open columns at the end: raw pages still to be sealed, or else the last page if it is not full. */
 static int64_t open_columns(const kvc_table *t, const int64_t *entries, int64_t n)
 {
     int64_t used = kvc_table_columns(t, n), c = used;
@@ -228,7 +228,7 @@ static int64_t old_slot(const kvc_table *t, int64_t r, int64_t i)
     return t->slots ? t->slots[r * t->slot_capacity + i] : t->rows[2 * r + 1] + i;
 }
 
-/* The entry of head h's page in the group. */
+/* The entry of head h's page within a group. */
 static int64_t inside(const kvc_table *t, int64_t entry, int64_t c, int64_t h)
 {
     if (entry == KVC_NONE) return entry;
@@ -238,7 +238,7 @@ static int64_t inside(const kvc_table *t, int64_t entry, int64_t c, int64_t h)
     return kvc_entry(kvc_entry_offset(entry) + h * bytes, key, value);
 }
 
-/* Fills the arrays of line w->line of the table that will be. */
+/* Fills the new table's arrays for line w->line. */
 static void write_line(kvc_line *w)
 {
     const kvc_table *t = w->t;
@@ -271,7 +271,7 @@ static void write_line(kvc_line *w)
         }
 }
 
-/* What a closed page is to become: what is wanted, unless others share it. */
+/* The formats that a closed page gets: the requested ones, unless the page is shared. */
 static int64_t wanted(const kvc_line *w, int64_t c, const int32_t *formats, int64_t columns)
 {
     int64_t entry = w->t->entries[w->from * w->t->columns + c];
@@ -310,8 +310,9 @@ kvc_status kvc_line_evict(kvc_line *w, const uint8_t *keep, const int32_t *forma
     KVC_TRY(close_up(w));
     KVC_TRY(close_tail(w));
     write_line(w);
-    if (w->foreign) return KVC_OK;                    /* the groups go as wholes */
-    for (int64_t i = 0; i < w->closed + w->open; i++) /* nothing was settled in what goes */
+    if (w->foreign) return KVC_OK; /* groups are dropped as a whole, by plan_lines */
+    /* empty pages have no destination (to = KVC_NONE) and are dropped, too */
+    for (int64_t i = 0; i < w->closed + w->open; i++)
         if (w->pages[i].to != w->pages[i].entry)
             KVC_TRY(kvc_offsets_push(&w->e->dropped, kvc_entry_offset(w->pages[i].entry)));
     return KVC_OK;

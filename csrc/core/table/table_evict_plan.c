@@ -1,4 +1,4 @@
-/* table_evict_plan.c - what frames an eviction: checks, whether heads part, memory, its end. */
+/* table_evict_plan.c - planning of evictions: checks, whether heads diverge, allocation, commit and rollback. */
 #include "table_evict.h"
 
 #include <string.h>
@@ -39,7 +39,7 @@ static kvc_status check_formats(const kvc_table *t, const kvc_demotion *d, int64
     return KVC_OK;
 }
 
-/* Do the heads of a uniform table want different tokens, or formats? */
+/* Whether the heads of a uniform table keep different tokens or get different formats. */
 static bool heads_part(const kvc_table *t, const uint8_t *keep, const kvc_demotion *d, int64_t heads, int64_t width)
 {
     for (int64_t b = 0; t->table_heads == 1 && b < t->batch; b++)
@@ -52,7 +52,7 @@ static bool heads_part(const kvc_table *t, const uint8_t *keep, const kvc_demoti
     return false;
 }
 
-/* What is left of a capacity after a great eviction. */
+/* The capacity after an eviction; shrinks if much less is needed. */
 static int64_t room_for(int64_t longest, int64_t capacity)
 {
     return capacity >= longest && capacity <= 4 * longest + 64 ? capacity : longest + longest / 2 + 16;

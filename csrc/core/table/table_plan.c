@@ -1,10 +1,10 @@
-/* table_plan.c - an append in steps: plan takes pages and notes every change, its end lets the old pages go or
- * puts them back. Nothing that can fail happens after plan. */
+/* table_plan.c - appends: plan allocates pages and records every change; its end releases the old pages (commit) or
+ * restores them (rollback). Nothing after plan can fail. */
 #include "table.h"
 
 #include <string.h>
 
-/* Puts `entry`, whose one reference passes to the table, into a cell. */
+/* Stores `entry` in a cell. The table takes over its reference. */
 static void change(kvc_table *t, int64_t cell, int64_t entry)
 {
     struct kvc_plan *p = t->plan;
@@ -12,7 +12,7 @@ static void change(kvc_table *t, int64_t cell, int64_t entry)
     t->entries[cell] = entry;
 }
 
-/* A new group of pages at row b, column c. */
+/* Allocates a group of pages for row b, column c. */
 static kvc_status new_pages(kvc_table *t, int64_t b, int64_t c, int key, int value)
 {
     struct kvc_plan *p = t->plan;
@@ -43,9 +43,8 @@ static kvc_status seal(kvc_table *t, int64_t b, int64_t c)
     return KVC_OK;
 }
 
-/* A page that other tables or rows share must not be written: row b gets a copy of it. The last row that shares it
- * may write: rows that left it in this plan come back only by rollback, and then with a length that hides what was
- * written. */
+/* Pages shared with other tables or rows must not be written, so row b gets a copy. The last row that shares a page may
+ * write to it: rows that left it in this plan return only by rollback, with a length that hides the new tokens. */
 static kvc_status own_page(kvc_table *t, int64_t b, int64_t c)
 {
     const struct kvc_plan *p = t->plan;
@@ -60,7 +59,8 @@ static kvc_status own_page(kvc_table *t, int64_t b, int64_t c)
     return KVC_OK;
 }
 
-/* Is the page of column c sealed by a call that makes the row `end` tokens long? Crop stays exact for the newest. */
+/* Whether an append that makes the row `end` tokens long seals the page of column c. The newest tokens stay raw, so
+ * that cropping them is exact. */
 static bool seals_page(const kvc_table *t, int64_t c, int64_t end)
 {
     const kvc_spec *s = &t->spec;
@@ -74,18 +74,21 @@ static kvc_status plan_row(kvc_table *t, int64_t b)
     int64_t n = t->rows[2 * b], end = n + t->plan->own[b / t->table_heads], used = kvc_table_columns(t, n);
     if (end == n) return KVC_OK;
     if (!s->direct && (t->n_spans || !kvc_table_stays_raw(t, 1)))
-        for (int64_t c = used - 1; c >= 1; c--) { /* newest first: all before a sealed one are, or stay raw */
+        /* newest first: pages before a sealed one are sealed, or stay raw for good */
+        for (int64_t c = used - 1; c >= 1; c--) {
             if (kvc_table_stays_raw(t, c)) continue;
             int64_t last = kvc_column_first(c, s->sinks, s->page_size) + s->page_size;
-            bool draft = end - n <= s->page_size; /* may be taken back: seals what any shorter call would */
+            /* a short append may be a draft that is cropped later: seal only what every shorter append would */
+            bool draft = end - n <= s->page_size;
             if (last > n || (last > n - s->recent && (draft || !seals_page(t, c, end)))) continue;
             if (!kvc_entry_is_raw(t->entries[b * t->columns + c])) break;
             KVC_TRY(seal(t, b, c));
         }
     int64_t c = kvc_column(n, s->sinks, s->page_size);
-    if (c < used) { /* the first new token joins others */
+    if (c < used) { /* the first new token goes to an existing page */
         KVC_TRY(own_page(t, b, c));
-        if (seals_page(t, c, end) && !s->direct) KVC_TRY(seal(t, b, c)); /* filled and left far behind by this call */
+        /* this append fills the page and goes far beyond it */
+        if (seals_page(t, c, end) && !s->direct) KVC_TRY(seal(t, b, c));
         c++;
     }
     for (; c < kvc_table_columns(t, end); c++) {
@@ -96,7 +99,7 @@ static kvc_status plan_row(kvc_table *t, int64_t b)
     return KVC_OK;
 }
 
-/* More columns for all rows; cells keep their row and column. */
+/* Adds columns to all rows; cells keep their row and column. */
 static kvc_status grow_columns(kvc_table *t, int64_t wanted)
 {
     int64_t *entries, columns = kvc_max(wanted, t->columns * 2);
@@ -120,7 +123,7 @@ kvc_status kvc_table_reserve(kvc_table *t, int64_t tokens)
     return grow_columns(t, kvc_table_columns(t, tokens));
 }
 
-/* Slot of own token j of row b among its real ones. */
+/* Index of the first real own token of row b. */
 static int64_t first_real(const struct kvc_plan *p, int64_t b)
 {
     int64_t j = 0;
@@ -128,7 +131,7 @@ static int64_t first_real(const struct kvc_plan *p, int64_t b)
     return j;
 }
 
-/* Do the slots of line r stay start + index? */
+/* Whether the slots of line r remain contiguous (start + index). */
 static bool stays_plain(const kvc_table *t, int64_t r)
 {
     const struct kvc_plan *p = t->plan;
@@ -205,7 +208,7 @@ bool kvc_table_only_fills(const kvc_table *t)
     return t->plan && !t->plan->eviction && !t->plan->n_changes && !t->plan->n_seals;
 }
 
-/* The own tokens of line r are stored now. */
+/* Stores the slots and length of line r after the append. */
 static void commit_line(kvc_table *t, int64_t r)
 {
     const struct kvc_plan *p = t->plan;

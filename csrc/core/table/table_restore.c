@@ -1,4 +1,5 @@
-/* table_restore.c - a table takes over what a file, a prefix or another tier kept of one. Nothing is believed. */
+/* table_restore.c - restores a table from a file, a prefix or another tier. The input is untrusted and checked
+ * completely. */
 #include "table.h"
 
 #include <math.h>
@@ -6,7 +7,7 @@
 
 #define HERE "restore: "
 
-/* Could this table have made the page that `entry` names at column c of a line of n tokens? */
+/* Whether this table could have created the page `entry` at column c of a line of n tokens. */
 static kvc_status check_page(const kvc_table *t, const kvc_contents *x, int64_t entry, int64_t c, int64_t n)
 {
     const kvc_spec *s = &t->spec;
@@ -94,7 +95,7 @@ static kvc_status copy_array(const void *from, int64_t count, int64_t size, void
     return KVC_OK;
 }
 
-/* The caller's arrays are copied before they are looked at: they may be a file's, which others write meanwhile. */
+/* The caller's arrays are copied before they are checked: they may be a mapped file that another process writes to. */
 kvc_status kvc_table_restore(kvc_table *t, const kvc_contents *given)
 {
     kvc_contents x = *given;

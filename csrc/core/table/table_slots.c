@@ -1,4 +1,4 @@
-/* table_slots.c - what belongs to a table and not to its pages: slots, scores, where rows end; and what it all holds. */
+/* table_slots.c - per-token data of a table (slots, scores), row lengths and statistics. */
 #include "table.h"
 
 #include <string.h>
@@ -28,7 +28,7 @@ void kvc_table_set_slots(kvc_table *t, int32_t *slots, int64_t capacity)
     t->version++;
 }
 
-/* Without dead tokens and gaps the sidecar says nothing: it goes. */
+/* Drops the slot array if there are no dead tokens and no gaps: slots are then contiguous. */
 void kvc_table_drop_plain_slots(kvc_table *t)
 {
     for (int64_t b = 0; t->slots && b < kvc_lines(t); b++) {
@@ -91,7 +91,7 @@ kvc_status kvc_table_observe(kvc_table *t, const float *mass, int64_t width, flo
 
 /* ---------------------------------------------------------------- crop */
 
-/* Tokens of row b up to the last live one whose slot is below `seen`. */
+/* Number of tokens of row b up to the last live one with a slot below `seen`. */
 static int64_t live_before(const kvc_table *t, int64_t b, int64_t seen)
 {
     int64_t n = t->rows[2 * b];
@@ -104,7 +104,7 @@ static int64_t live_before(const kvc_table *t, int64_t b, int64_t seen)
     return n;
 }
 
-/* What row b is cut to: `live` tokens, or the end of the sealed page that the cut falls into. */
+/* Length of row b after the crop: `live`, or up to the end of the sealed page that contains the cut. */
 static int64_t cut_length(const kvc_table *t, int64_t b, int64_t live)
 {
     if (live == 0) return 0;
@@ -134,7 +134,8 @@ kvc_status kvc_table_crop(kvc_table *t, int64_t seen)
     }
     for (int64_t b = 0; b < kvc_lines(t); b++) {
         int64_t live = live_before(t, b, seen), length = cut_length(t, b, live);
-        for (int64_t i = 0; t->slots && i < t->rows[2 * b]; i++) { /* an eviction may have mixed young and old */
+        /* after an eviction, tokens need not be in slot order */
+        for (int64_t i = 0; t->slots && i < t->rows[2 * b]; i++) {
             int32_t *slot = &t->slots[b * t->slot_capacity + i];
             if (i >= live || *slot >= seen) *slot = -1;
         }
@@ -151,10 +152,10 @@ kvc_status kvc_table_crop(kvc_table *t, int64_t seen)
     return KVC_OK;
 }
 
-/* ---------------------------------------------------------------- pages that are behind a window */
+/* ---------------------------------------------------------------- pages outside the window */
 
-/* Full pages at the front of line r whose tokens all have slots below `before`; not the last page, so that a row that
- * has begun never looks empty. */
+/* Number of full pages at the start of line r whose slots are all below `before`. The last page is never counted, so
+ * that a row that has tokens never becomes empty. */
 static int64_t pages_before(const kvc_table *t, int64_t r, int64_t before, int64_t chunk)
 {
     int64_t P = t->spec.page_size, n = t->rows[2 * r], pages = 0;
@@ -207,7 +208,7 @@ kvc_status kvc_table_drop(kvc_table *t, const int64_t *before, int64_t chunk, in
     return KVC_OK;
 }
 
-/* ---------------------------------------------------------------- what it holds */
+/* ---------------------------------------------------------------- statistics */
 
 int64_t kvc_table_longest(const kvc_table *t)
 {
@@ -229,7 +230,7 @@ void kvc_table_live(const kvc_table *t, int64_t *live)
     for (int64_t r = 0; r < kvc_lines(t); r++) live[r / t->table_heads] += live_of(t, r) * kvc_entry_heads(t);
 }
 
-/* Does a line before this one, or a column before it in this line, name the same page? */
+/* Whether an earlier cell of the table refers to the same page. */
 static bool counted(const kvc_table *t, int64_t at)
 {
     if (kvc_pool_refs(t->pool, kvc_entry_offset(t->entries[at])) == 1) return false;
