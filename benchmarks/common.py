@@ -110,22 +110,23 @@ def spread(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def _cpu_family() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith(("cpu family", "CPU part"))), "")
+def _cpu_info(*keys: str) -> str | None:
+    """The first line of /proc/cpuinfo that one of `keys` names."""
+    pairs = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    return next((value.strip() for key, _, value in pairs if key.strip() in keys), None)
 
 
 def machine() -> dict[str, object]:
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                  if line.startswith("model name")), platform.processor())  # fmt: skip
-    return {"cpu": model, "family": _cpu_family(), "threads": torch.get_num_threads(), "isa": _C.isa(),
+    return {"cpu": _cpu_info("model name") or platform.processor(), "family": _cpu_info("cpu family", "CPU part") or "",
+            "model": _cpu_info("model") or "", "threads": torch.get_num_threads(), "isa": _C.isa(),
             "torch": torch.__version__, "kvcompress": _C.__version__}  # fmt: skip
 
 
 def machine_name() -> str:
     """A file's name for results of this kind of CPU."""
     found = machine()
-    return re.sub(r"[^a-z0-9]+", "-", f"{found['cpu']} family {found['family']}".lower()).strip("-")
+    model = f" model {found['model']}" if found["family"] == "6" else ""  # Intel's for twenty years
+    return re.sub(r"[^a-z0-9]+", "-", f"{found['cpu']} family {found['family']}{model}".lower()).strip("-")
 
 
 def results() -> Path:

@@ -12,7 +12,7 @@ import speculation
 import speed
 import speed_cuda
 
-from kvcompress import _C, formats
+from kvcompress import formats
 from kvcompress.tools.plan import evidence
 
 DOCS = Path(__file__).parent
@@ -89,7 +89,7 @@ all keys share does not count, since it changes all scores equally.) Otherwise a
 MATRIX_TAIL = """
 *Effective* bits per element include all metadata of a page of 64 tokens at head dim 128. Tokens of *movable* formats
 can be moved to another page without requantization; *page-bound* ones cannot, because the metadata of K (a centroid,
-channel scales) belongs to the page. `python -m kvcompress formats` (`--json`) prints this table for your machine.
+channel scales) belongs to the page. `python -m kvcompress formats` (`--json`) prints this table.
 Every format is supported by the attention op at every kernel level, with identical bytes. Head dims of up to 576 are
 supported; dims that a format does not take are padded, and the padding is counted.
 """
@@ -326,9 +326,7 @@ def lengths(found: dict) -> str:
 
 
 def formats_page() -> str:
-    matrix = formats.support_matrix().replace("kernels here", "kernels")
-    # every level has all formats: the levels of this CPU would make the page depend on the machine
-    text = [HEAD + matrix.replace(", ".join(_C.isa_available()), "all levels"), MATRIX_TAIL]
+    text = [HEAD + formats.support_matrix(), MATRIX_TAIL]
     made = {
         "formats": (measured, shares, retrieved, sides, peers, published),
         "few_bits": (searched,),

@@ -168,13 +168,13 @@ def matrix(head_dim: int = 128) -> list[dict]:
 def support_matrix() -> str:
     """`matrix` at a head dim of 128 as a Markdown table."""
     lines = [
-        "| format | bits | effective, K | effective, V | scale per | head dim | on | kernels here | tokens | what |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| format | bits | effective, K | effective, V | scale per | head dim | on | tokens | what |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in matrix():
         cells = (
             f"`{row['name']}`", row["bits"], f"{row['key_bits']:g}", f"{row['value_bits']:g}", row["granularity"],
-            f"multiple of {row['head_dim_multiple']}", ", ".join(row["devices"]), ", ".join(row["levels"]),
+            f"multiple of {row['head_dim_multiple']}", ", ".join(row["devices"]),
             "movable" if row["movable"] else "page-bound", row["about"],
         )  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")

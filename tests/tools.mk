@@ -42,7 +42,7 @@ aarch64: ## the C harness compiled for aarch64 and run by qemu-user: every level
 	qemu-aarch64 -cpu cortex-a72 -L /usr/aarch64-linux-gnu build/harness/aarch64/harness neon dotprod i8mm 2>&1 | grep -x "levels: neon"
 	@$(RECORD) aarch64 "make aarch64" levels=4 passed=true
 
-MCA ?= $(lastword $(sort $(wildcard /usr/lib/llvm-*/bin/llvm-mca)))
+MCA ?= $(shell ls /usr/lib/llvm-*/bin/llvm-mca 2>/dev/null | sort -V | tail -1)
 aarch64-budget: $(VENV)/.tools ## instructions of the NEON kernels a page, as the wheels' compiler makes them, and cycles by MCA=llvm-mca (18 on); fails if missed
 	$(call need,qemu-aarch64,apt-get install qemu-user)
 	$(call need,aarch64-linux-gnu-objdump,apt-get install binutils-aarch64-linux-gnu)

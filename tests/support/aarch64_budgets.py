@@ -9,11 +9,13 @@ Exits with 1 where a budget is missed."""
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
 
 TOKENS, DIM, ROWS = 64, 128, 4
+FIRST_MCA = 18
 MACS = 2 * TOKENS * DIM * ROWS  # scores and sums
 BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4, "int2": 2, "raw_bf16": 16}
 FLOATS = ("fp8_e4m3", "raw_bf16")
@@ -54,11 +56,21 @@ def cycles(page: list[str], mca: str) -> float:
     return next(float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("Total Cycles"))
 
 
+def check_mca(mca: str) -> None:
+    version = subprocess.run([mca, "--version"], capture_output=True, text=True, check=True).stdout
+    major = int(re.search(r"LLVM version (\d+)", version).group(1))
+    if major < FIRST_MCA:
+        sys.exit(f"expected --mca of LLVM {FIRST_MCA} or later, which knows Neoverse V2, got LLVM {major} ({mca}): "
+                 "apt-get install llvm-19, or leave it out with make MCA= aarch64-budget")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", help="one_page, compiled for aarch64")
-    parser.add_argument("--mca", help="llvm-mca of LLVM 18 or later, for cycles")
+    parser.add_argument("--mca", help=f"llvm-mca of LLVM {FIRST_MCA} or later, for cycles")
     options = parser.parse_args()
+    if options.mca:
+        check_mca(options.mca)
     code, begins = listing(options.program)
     missed = False
     print(
