@@ -1,9 +1,9 @@
-/* floats.h - conversions between fp32 and the small floats by integer arithmetic (round to nearest even, subnormals
- * exact, whatever the FP control register says), and the guard that codecs compute under. */
+/* floats.h - conversions between fp32 and small floats by integer arithmetic (round to nearest even, exact subnormals,
+ * independent of the floating-point control register), and setting that register for codecs. */
 #ifndef KVC_FLOATS_H
 #define KVC_FLOATS_H
 
-#include "page.h" /* KVC_INLINE: CUDA uses these too */
+#include "page.h" /* KVC_INLINE: also used by CUDA */
 
 #include <string.h>
 
@@ -34,7 +34,7 @@ KVC_INLINE uint32_t kvc_round_shift(uint32_t m, uint32_t s) { return (m + (1u <<
 /* Magnitude bits `a` of an fp32 number in units of 2^-unit, rounded; for results below 2^23. */
 KVC_INLINE uint32_t kvc_f32_to_units(uint32_t a, uint32_t unit)
 {
-    uint32_t below = 149 - unit - (a >> 23); /* shift - 1; all that goes beyond gives 0, and so what is too large */
+    uint32_t below = 149 - unit - (a >> 23); /* shift - 1; larger shifts, also from inputs that are too large, give 0 */
     return kvc_round_shift((a & 0x7fffff) | 0x800000, (below < 30 ? below : 30) + 1);
 }
 
@@ -42,7 +42,7 @@ KVC_INLINE float kvc_f16_to_f32(uint16_t h)
 {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 0x3ff;
     uint32_t normal = ((e + (e == 31 ? 224 : 112)) << 23) | m << 13;
-    float tiny = (float)(int32_t)m * 0x1p-24f; /* exact, and no subnormal of fp32 */
+    float tiny = (float)(int32_t)m * 0x1p-24f; /* exact, and not subnormal in fp32 */
     return kvc_f32_of_bits(sign | kvc_select(e == 0, kvc_f32_bits(tiny), normal));
 }
 
@@ -101,7 +101,7 @@ KVC_INLINE uint8_t kvc_f32_to_e5m2(float x)
     return (uint8_t)(sign | c);
 }
 
-/* A positive scale as it is stored: never Inf, never 0. */
+/* A positive scale as stored: never Inf or 0. */
 KVC_INLINE uint16_t kvc_scale_to_f16(float x)
 {
     uint16_t h = kvc_f32_to_f16(x < 65504 ? x : 65504);
@@ -110,19 +110,19 @@ KVC_INLINE uint16_t kvc_scale_to_f16(float x)
 
 KVC_INLINE float kvc_clamp(float x, float low, float high)
 {
-    x = x > low ? x : low; /* NaN gives low */
+    x = x > low ? x : low; /* NaN becomes low */
     return x < high ? x : high;
 }
 
-/* Into [-most, most]; NaN stays. */
+/* Clamps to [-most, most]; NaN stays NaN. */
 KVC_INLINE float kvc_saturate(float x, float most)
 {
     x = x < -most ? -most : x;
     return x > most ? most : x;
 }
 
-/* Between begin and end fp32 arithmetic rounds to nearest even and keeps subnormals, so that the bytes that are
- * stored do not depend on the host program's settings. */
+/* Between begin and end, fp32 arithmetic rounds to nearest even and keeps subnormals, so that stored bytes do not
+ * depend on the host program's settings. */
 static inline uint32_t kvc_fp_begin(void)
 {
     uint32_t old = 0;
@@ -136,7 +136,7 @@ static inline uint32_t kvc_fp_begin(void)
     old = (uint32_t)fpcr;
     fpcr &= ~(uint64_t)0x05c80003; /* AHP, FZ, rounding mode, FZ16, AH, FIZ */
     if (old != (uint32_t)fpcr)
-        __asm__ volatile("msr fpcr, %0" : : "r"(fpcr) : "memory"); /* writing waits for all before */
+        __asm__ volatile("msr fpcr, %0" : : "r"(fpcr) : "memory"); /* serializing, hence conditional */
 #endif
     return old;
 }

@@ -18,8 +18,8 @@ void kvc_system_release(void *base, int64_t bytes);
 bool kvc_system_use(void *at, int64_t bytes);
 /* Releases its memory, at once or when the system needs it. The content is then undefined. */
 void kvc_system_give_back(void *at, int64_t bytes);
-/* Of memory that was given back in parts: its page tables too, without which huge pages fit again. False if it cannot be
- * used any more. */
+/* Releases the page tables, too, of memory that was returned in parts, so that huge pages can be used again. Returns
+ * false if the range is lost. */
 bool kvc_system_renew(void *at, int64_t bytes);
 /* Requests huge pages where supported, or small pages again. */
 void kvc_system_expect_much(void *at, int64_t bytes, bool much);

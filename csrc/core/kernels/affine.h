@@ -1,14 +1,14 @@
-/* affine.h - formats of integer codes that have no kernels of their own (see kvc_affine): codes to one a byte (those of one
- * group a row stay as they are where the level takes planes), scales and
- * zero points to floats, then the products of int8. Included by <isa>_affine.c behind the target pragma and lanes_<isa>.h,
- * and behind its NAME, PLANES, COARSE, key_tiles, value_dims, group_sum, weigh_by, sum_of and most_of.
+/* affine.h - attention on integer formats that have no kernels of their own (see kvc_affine): unpacks the codes to
+ * bytes (formats with one group per row stay packed if the level's kernels take planes), converts scales and zero
+ * points to floats, and multiplies as for int8. Included by <isa>_affine.c after the target pragma and lanes_<isa>.h,
+ * and after its definitions of NAME, PLANES, COARSE, key_tiles, value_dims, group_sum, weigh_by, sum_of and most_of.
  *
  *   score[t] = sum over groups g of scale[g][t] * (q_g . (code - centre)) + value[g][t] of the centre * sum(q_g)
  *   o[d]    += sum over t of (p[t] * scale[g][t]) * (code - centre) + sum over t of p[t] * value[g][t] of the centre
  *
- * Scales by channel (kivi) go onto q instead, the page's mean and zero points by channel into a constant.
- * Cost over int8's: a load, 1 to 3 instructions and a store for every 64 codes; a fused multiply-add a group, tile and
- * row (K); limbs of p once a group (V). */
+ * Scales per channel (kivi) are multiplied into q instead; the page's mean and zero points per channel become a
+ * constant. Cost in addition to int8's: a load, 1 to 3 instructions and a store per 64 codes; a fused multiply-add per
+ * group, tile and row (K); limbs of p per group (V). */
 #ifndef KVC_AFFINE_H
 #define KVC_AFFINE_H
 
@@ -16,7 +16,7 @@
 
 #define BY_ROWS(...) KVC_BY_ROWS(__VA_ARGS__)
 
-/* Twice the value of an e2m1 code, and 12. */
+/* Twice the value of an e2m1 code, plus 12. */
 static const uint8_t e2m1_codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 void NAME(affine)(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *words, kvc_affine *to)
@@ -40,7 +40,7 @@ void NAME(affine)(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wor
     to->ahead = as_stored ? ahead : 0;
     const vi mask = i_all(f.bits == 4 ? 0x0f0f0f0f : 0x03030303);
     for (int64_t tile = 0; !as_stored && tile < tiles; tile++, words += KVC_TILE * D)
-        for (int64_t at = 0; at < bytes; at += 64) { /* the words of plane p follow those of plane p - 1 */
+        for (int64_t at = 0; at < bytes; at += 64) { /* plane p follows plane p - 1 */
             const uint8_t *from = side->tiles + tile * bytes + at;
             vi w = i_load(from);
             kvc_prefetch(from, 0, ahead);
@@ -65,7 +65,7 @@ void NAME(affine)(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wor
         for (int64_t t = n; t < tiles * KVC_TILE; t++) to->scale[g * P + t] = to->middle[g * P + t] = 0;
 }
 
-/* q of a page whose K has its scales and zero points by channel: form = limbs of q * scale, base = q . middles. */
+/* q for a page whose K has scales and zero points per channel: form = limbs of q * scale, base = q . middles. */
 typedef struct channel_query {
     float q[KVC_ROWS * KVC_MAX_DIM], step[KVC_ROWS];
     int8_t limbs[2 * KVC_ROWS * KVC_MAX_DIM];
@@ -107,8 +107,8 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
         form = &own;
         row0 = 0;
     }
-    for (int64_t r = 0; r < rows; r++) {   /* sums in steps of the row, as dots are */
-        float step = form->step[row0 + r]; /* of a row that counts as zero 1 / step may overflow; NaN stays NaN */
+    for (int64_t r = 0; r < rows; r++) {   /* sums in units of the row's step, as the dots are */
+        float step = form->step[row0 + r]; /* 1 / step of a row treated as zero may overflow; NaN stays NaN */
         float unit = step <= KVC_TINY / KVC_P_LIMIT ? 0 : 1 / step;
         for (int64_t g = 0; g * x->group < D; g++) {
             offset[r][g] = x->centre * group_sum(form, row0 + r, D, g * x->group, x->group);
@@ -153,7 +153,7 @@ void NAME(pv_affine)(const kvc_affine *x, const float *p, int64_t ld, int64_t ro
 #define VALUES8(NR, N) VALUES(8, false, NR, N)
 #define VALUES4(NR, N) VALUES(4, false, NR, N)
 #define VALUES2(NR, N) VALUES(2, false, NR, N)
-#define COARSE8(NR, N) VALUES(8, true, NR, N) /* groups are unpacked */
+#define COARSE8(NR, N) VALUES(8, true, NR, N) /* for formats with groups, which are unpacked */
         if (coarse) {
             BY_ROWS(COARSE8, rows, x->group, 16, VALUE_BLOCKS)
         } else if (!PLANES || x->bits == 8) {

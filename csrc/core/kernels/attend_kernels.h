@@ -1,4 +1,4 @@
-/* attend_kernels.h - attention kernels of the level tables, and how the vector levels tile their work. */
+/* attend_kernels.h - the attention kernels in the tables of the levels, and how vector levels tile their work. */
 #ifndef KVC_ATTEND_KERNELS_H
 #define KVC_ATTEND_KERNELS_H
 
@@ -7,19 +7,20 @@
 
 #include <math.h>
 
-/* levels * the sum of a row's weights; wraps if the weights contain NaN. */
+/* levels * the sum of a row's weights; wraps around if the weights contain NaN. */
 static inline int32_t kvc_times(int32_t levels, int32_t sum) { return (int32_t)((uint32_t)levels * (uint32_t)sum); }
 
-/* BITS of a kernel for 4-bit codes of Lloyd-Max levels. */
+/* value of KIND for 4-bit codes of Lloyd-Max levels */
 #define KVC_LLOYD4 20
-/* Those levels (kvc_lloyd_level), and 128: as int8's codes. */
+/* Those levels (kvc_lloyd_level) plus 128: like int8 codes. */
 static const uint8_t kvc_lloyd4_codes[16] = {1, 32, 53, 70, 84, 97, 110, 122, 134, 146, 159, 172, 186, 203, 224, 255};
 
-/* The bytes of a word that hold the first n of its four tokens, 0 < n < 4: the others hold anything, in e5m2 NaN too. */
+/* Mask of the bytes of a word that hold the first n of its four tokens, 0 < n < 4. The others may hold anything, which
+ * in e5m2 includes NaN. */
 static inline int32_t kvc_stored_bytes(int64_t n) { return (int32_t)((1u << (8 * n)) - 1); }
 
-/* CALL(isa, function, format) for the formats that a vector level has kernels of its own for; BF16: which have better ones
- * where there are products of bf16. The digits of cal2 are codes of int2. */
+/* CALL(isa, function, format) for the formats with kernels of their own at a vector level. KVC_BF16_KERNELS: formats
+ * for which levels with bf16 products have better ones. Kernels of int2 also serve cal2. */
 #define KVC_FLOAT_KERNELS(CALL, isa) CALL(isa, raw_f32, RAW_F32) CALL(isa, raw_f16, RAW_F16)
 #define KVC_INT_KERNELS(CALL, isa)                                                                                     \
     CALL(isa, int8, INT8)                                                                                              \
@@ -79,26 +80,27 @@ kvc_pv_affine_fn kvc_neon_pv_affine, kvc_dotprod_pv_affine, kvc_i8mm_pv_affine;
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Brings line `i` of the page that lies `ahead` bytes from `from` (0: none) to L2: with the next one a page is more than L1
- * holds. Kernels ask for lines in ascending order whatever that of their loads, since hardware that reads ahead knows no
- * other. */
+/* Prefetches line `i` of the page that is `ahead` bytes after `from` (0: none) to L2; the next page does not fit in L1.
+ * Lines are requested in ascending order, whatever the order of loads, because hardware prefetchers recognize only
+ * that. */
 INLINE void kvc_prefetch(const uint8_t *from, int64_t i, ptrdiff_t ahead)
 {
     if (ahead) __builtin_prefetch(from + ahead + 64 * i, 0, 2);
 }
-/* Of a page of KIND line `i`, where its planes' lines are asked for one by one: of 3 bits half as many follow. */
+/* The same for kernels that process planes line by line; a 3-bit page has half as many lines of high bits. */
 INLINE void kvc_prefetch_planes(int KIND, const uint8_t *from, int64_t i, ptrdiff_t ahead)
 {
     kvc_prefetch(from, KIND == 3 ? i * 3 / 2 : i, ahead);
     if (KIND == 3 && i % 2) kvc_prefetch(from, i * 3 / 2 + 1, ahead);
 }
-/* Of codes of KIND: bits of those that lie in planes (of 3 bits the low ones), and bytes of a tile. */
+/* For codes of KIND: bits per code in the planes (the low bits if there are 3), and bytes per tile. */
 INLINE int kvc_plane_bits(int KIND) { return KIND == KVC_LLOYD4 ? 4 : KIND == 3 ? 2 : KIND; }
 INLINE int64_t kvc_kind_bytes(int KIND, int64_t dim) { return KVC_TILE * dim * (KIND == KVC_LLOYD4 ? 4 : KIND) / 8; }
 #define EACH(r, n) for (int r = 0; r < (n); r++)
 
-/* True if one limb of q moves no score by more than `noise`, of a page whose largest gain is `most`: rounding each dim of q to 8 bits adds noise to a
- * score of deviation step / sqrt(12) * |k|, and |k| is the gain * the rms of levels * sqrt(D). Of NaN, false. */
+/* True if using one limb of q changes no score by more than `noise`, for a page whose largest gain is `most`. Rounding
+ * q to 8 bits adds an error of standard deviation step / sqrt(12) * |k| to a score, where |k| is the gain * the rms of
+ * the levels * sqrt(D). False for NaN. */
 INLINE bool kvc_one_limb_of(int KIND, float noise, const kvc_query *query, int64_t row0, int64_t rows, float most)
 {
     const float *steps = query->form->step + row0;
@@ -107,8 +109,8 @@ INLINE bool kvc_one_limb_of(int KIND, float noise, const kvc_query *query, int64
     return 128 * step * most * levels * sqrtf((float)query->dim / 12) <= noise;
 }
 
-/* CALL(NR, N) from `at` = 0 to `end`, with constant counts of rows and of blocks (tiles, or dims) of `unit`: few rows
- * take N1, N2 or N4 blocks at once to keep enough sums in flight. */
+/* Runs CALL(NR, N) from `at` = 0 to `end`, with compile-time numbers of rows and of blocks (tiles or dims) of `unit`.
+ * With few rows, N1, N2 or N4 blocks are processed together to keep enough independent sums in flight. */
 #define KVC_BLOCKS(CALL, NR, N, end, unit)                                                                             \
     for (; at + (N) * (unit) <= (end); at += (N) * (unit)) CALL(NR, N);                                                \
     for (; at < (end); at += (unit)) CALL(NR, 1);

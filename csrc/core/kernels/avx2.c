@@ -1,4 +1,4 @@
-/* avx2.c - the avx2 level: its table, online softmax, q as integers. Needs AVX2, FMA, F16C. */
+/* avx2.c - the avx2 level: its table, online softmax, conversion of q to integers. Requires AVX2, FMA, F16C. */
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx2,fma,f16c")
@@ -10,11 +10,11 @@ KVC_TARGET("avx2,fma,f16c")
 
 INLINE __m256 splat(float x) { return _mm256_set1_ps(x); }
 
-/* exp(x) for x up to KVC_SLACK, -inf included, as 2^floor(y) * 2^f: relative error < 3e-7 + 6e-8 * |x|, of 2^f alone 1e-7
- * (degree 5, minimax with 2^0 = 1), 0 below 2^-126. NaN stays NaN. */
+/* exp(x) for x up to KVC_SLACK (and -inf), as 2^floor(y) * 2^f. Relative error < 3e-7 + 6e-8 * |x|; of 2^f alone 1e-7
+ * (degree 5, minimax with 2^0 = 1). 0 below 2^-126; NaN stays NaN. */
 INLINE __m256 exp_ps(__m256 x)
 {
-    __m256 y = _mm256_max_ps(splat(-127), _mm256_mul_ps(x, splat(1.44269504f))); /* n = -127: 2^n is 0 */
+    __m256 y = _mm256_max_ps(splat(-127), _mm256_mul_ps(x, splat(1.44269504f))); /* n = -127 makes 2^n 0 */
     __m256 n = _mm256_floor_ps(y), f = _mm256_sub_ps(y, n), p = splat(.00186713005f);
     p = _mm256_fmadd_ps(p, f, splat(.00901703071f));
     p = _mm256_fmadd_ps(p, f, splat(.0557999127f));
@@ -25,7 +25,7 @@ INLINE __m256 exp_ps(__m256 x)
     return _mm256_mul_ps(p, _mm256_castsi256_ps(e));
 }
 
-/* tanh(x) = sign(x) * (1 - e) / (1 + e), e = exp(-2 |x|); an odd polynomial near 0, where that cancels. */
+/* tanh(x) = sign(x) * (1 - e) / (1 + e), e = exp(-2 |x|); near 0, where that cancels, an odd polynomial. */
 INLINE __m256 tanh_ps(__m256 x)
 {
     __m256 a = kvc_abs(x), square = _mm256_mul_ps(x, x), e = exp_ps(_mm256_mul_ps(a, splat(-2)));
@@ -37,7 +37,7 @@ INLINE __m256 tanh_ps(__m256 x)
     return _mm256_blendv_ps(far, near, _mm256_cmp_ps(a, splat(.15f), _CMP_LT_OQ));
 }
 
-/* All ones in the lanes of tokens t..t+7 that are visible. */
+/* Mask of the lanes of tokens t..t+7 that are visible. */
 INLINE __m256 mask_of(const uint64_t *visible, int64_t t)
 {
     const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -45,7 +45,7 @@ INLINE __m256 mask_of(const uint64_t *visible, int64_t t)
     return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(bits, bit), bit));
 }
 
-/* A visible NaN, and a largest score of +Inf, make the sum and the factor NaN. ALL: every token is visible. */
+/* If a visible score is NaN, or the largest is +Inf, the sum and the factor become NaN. ALL: every token is visible. */
 INLINE float softmax_row(bool ALL, float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
 {
     const __m256 none = splat(-INFINITY), limit = splat(*m + KVC_SLACK);
@@ -55,14 +55,14 @@ INLINE float softmax_row(bool ALL, float *s, int64_t n16, const uint64_t *visibl
         if (softcap > 0) x = _mm256_mul_ps(tanh_ps(_mm256_div_ps(x, splat(softcap))), splat(softcap));
         if (!ALL) x = _mm256_blendv_ps(none, x, mask_of(visible, t));
         if (!ALL || softcap > 0) _mm256_storeu_ps(s + t, x);
-        most = _mm256_max_ps(x, most); /* passes over NaN */
+        most = _mm256_max_ps(x, most); /* ignores NaN */
     }
     float top = *m;
     if (!(top > -INFINITY) ||
-        _mm256_movemask_ps(_mm256_cmp_ps(most, limit, _CMP_GT_OQ))) { /* else nothing waits for it */
+        _mm256_movemask_ps(_mm256_cmp_ps(most, limit, _CMP_GT_OQ))) { /* otherwise the result is not needed */
         __m128 a = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
         a = _mm_max_ps(a, _mm_movehl_ps(a, a));
-        top = fmaxf(_mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a))), -FLT_MAX); /* -inf - -FLT_MAX is no NaN */
+        top = fmaxf(_mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a))), -FLT_MAX); /* avoids -inf - -inf, which is NaN */
     }
     for (int64_t t = 0; t < n16; t += 8) {
         __m256 x = exp_ps(_mm256_sub_ps(_mm256_loadu_ps(s + t), splat(top)));
@@ -79,7 +79,7 @@ void kvc_avx2_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uin
                       float softcap, float *m, float *l, float *keep)
 {
     for (int64_t r = 0; r < rows; r++) {
-        bool page = n16 == 64 && visible[r][0] == ~0ull && !(softcap > 0); /* a whole one, at decode */
+        bool page = n16 == 64 && visible[r][0] == ~0ull && !(softcap > 0); /* a full page at decode */
         keep[r] = page ? softmax_row(true, s + r * ld, 64, visible[r], 0, m + r, l + r)
                        : softmax_row(false, s + r * ld, n16, visible[r], softcap, m + r, l + r);
     }

@@ -1,4 +1,5 @@
-/* avx2_affine.c - affine.h for avx2: codes widened to 16 bits and vpmaddwd, as int8 in avx2_qk.c and avx2_pv.c. */
+/* avx2_affine.c - affine.h for avx2: codes are widened to 16 bits and multiplied by vpmaddwd, as int8 in avx2_qk.c and
+ * avx2_pv.c. */
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx2,fma,f16c")
@@ -8,10 +9,10 @@ KVC_TARGET("avx2,fma,f16c")
 #include "avx2_weights.h"
 
 INLINE float sum_of(vf x) { return kvc_sum(_mm256_add_ps(x.a, x.b)); }
-/* Of numbers that are not negative. */
+/* For non-negative numbers. */
 INLINE float most_of(vf x) { return kvc_grown(_mm256_castps_si256(_mm256_max_ps(x.a, x.b))); }
 
-/* Sum of the integers that stand for q's dims [d, d + n). */
+/* Sum of the integers of q's dims [d, d + n). */
 INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int64_t d, int64_t n)
 {
     if (n == dim) return f->sum[row];
@@ -33,7 +34,7 @@ INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_q
     const uint8_t *at = x->words + tile * KVC_TILE * dim;
     __m256 out[4][2]; /* tokens 0-7, 8-15 */
     (void)BITS, (void)NT;
-    EACH (r, NR) out[r][0] = out[r][1] = _mm256_setzero_ps(); /* in steps of the row */
+    EACH (r, NR) out[r][0] = out[r][1] = _mm256_setzero_ps(); /* in units of the row's step */
     for (int64_t g = 0, j = 0; j < dim; g++) {
         __m256i sum[4][2];
         EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_set1_epi32(-offset[r][g]);

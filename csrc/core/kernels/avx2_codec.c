@@ -1,4 +1,4 @@
-/* avx2_codec.c - scalar_codec.c with 8 lanes: two vectors are its 16 partial sums, so every bit is the same. */
+/* avx2_codec.c - scalar_codec.c with 8 lanes. Two vectors hold its 16 partial sums, so results are bit-identical. */
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx2,fma,f16c")
@@ -12,10 +12,10 @@ KVC_TARGET("avx2,fma,f16c")
 
 INLINE __m256 splat(float x) { return _mm256_set1_ps(x); }
 
-/* One level inside a vector: lanes of `upper` (a constant) get partner - x, the others x + partner. */
+/* One level within a vector: lanes in `upper` (a constant) become partner - x, the others x + partner. */
 #define BUTTERFLY(x, partner, upper) _mm256_blend_ps(_mm256_add_ps(x, partner), _mm256_sub_ps(partner, x), upper)
 
-/* Orthonormal Walsh-Hadamard transform of NV vectors; NV is a constant where this is inlined. */
+/* Orthonormal Walsh-Hadamard transform of NV vectors; NV is a compile-time constant once inlined. */
 INLINE void transform(int NV, __m256 *v, float norm)
 {
     for (int i = 0; i < NV; i++) {

@@ -1,13 +1,15 @@
-/* avx2_pv.c - weighted sum of one page of V: a lane is a dim, a word holds consecutive tokens of it.
+/* avx2_pv.c - weighted sum of one page of V. A lane is a dim; a word holds consecutive tokens of a dim.
  *
- * Integer formats: the token's scale is folded into p, p of the page becomes 15-bit integers relative to the row's largest
- * weight in this page, and the codes are widened to 16 bits (avx2.h). Per 32 bytes of V and row, and shared by the rows:
- *   int8      2 vpmaddwd, 2 vpaddd; 2        int4   4 vpmaddwd, 4 vpaddd; 7     int2   8, 8; 15
- *   coarse weights (8 bits):                 int4   2 vpmaddubsw, 2 vpaddw, 1; 3   int2   4, 4; 7
- *   int4_lloyd: as int4; 9; coarse (7 bits) 2 vpmaddubsw, 2 vpmaddwd, 2 vpaddd; 5
- *   int3   as int2; 40 and 16 bytes more
- *   fp8_e4m3  4 vfmadd; 11                   bf16   2 vfmadd; 2              f16  2 vfmadd; 2
- * Integer sums are exact; the sums of pages are fp32. */
+ * Integer formats: the token's scale is multiplied into p, the p of a page become 15-bit integers relative to the row's
+ * largest weight in the page, and the codes are widened to 16 bits (avx2.h). Sums are exact within a page; sums over
+ * pages are fp32. Instructions per 32 bytes of V and row, plus those shared by the rows:
+ *    int8       2 vpmaddwd, 2 vpaddd + 2
+ *    int4       4 vpmaddwd, 4 vpaddd + 7; coarse weights (8 bits) 2 vpmaddubsw, 2 vpaddw, 1 + 3
+ *    int2       8 vpmaddwd, 8 vpaddd + 15; coarse 4 vpmaddubsw, 4 vpaddw + 7
+ *    int4_lloyd as int4 + 9; coarse (7 bits) 2 vpmaddubsw, 2 vpmaddwd, 2 vpaddd + 5
+ *    int3       as int2 + 40, and 16 bytes more
+ *    fp8_e4m3   4 vfmadd + 11
+ *    bf16, f16  2 vfmadd + 2 */
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx2,fma,f16c")
@@ -44,11 +46,11 @@ INLINE void int8_dims(int NR, kvc_pv_args args, const weights *w, int64_t d0)
     add_codes(8, NR, sum, w, args.dim, d0, args.o);
 }
 
-/* Rotated codes by coarse weights; Lloyd's levels by those of 7 bits, whose pairs fill 16 bits. */
+/* Rotated codes with coarse weights; Lloyd-Max levels with 7-bit weights, because their pairs need all 16 bits. */
 INLINE void coarse_dims(int KIND, int NR, kvc_pv_args args, const weights *w, int64_t d0)
 {
     const int BITS = kvc_plane_bits(KIND), planes = 8 / BITS;
-    const int tokens = KVC_TILE * (KIND == 4 ? 1 : KIND == 3 ? 2 : 4);                       /* four additions a tile */
+    const int tokens = KVC_TILE * (KIND == 4 ? 1 : KIND == 3 ? 2 : 4); /* tokens per four additions */
     const uint8_t *line = args.tiles + ceil16(args.n) / KVC_TILE * kvc_kind_bytes(KIND, d0); /* to prefetch */
     int64_t bytes = kvc_kind_bytes(KIND, args.dim) / KVC_TILE;
     const __m256i levels = _mm256_xor_si256(kvc_lloyd_levels(), _mm256_set1_epi8((char)128));
@@ -86,7 +88,7 @@ INLINE void coarse_dims(int KIND, int NR, kvc_pv_args args, const weights *w, in
     add_codes(KIND, NR, sum, w, args.dim, d0, args.o);
 }
 
-/* Rotated codes: less their middle. */
+/* Rotated codes minus their middle. */
 INLINE void mid_dims(int KIND, int NR, kvc_pv_args args, const weights *w, int64_t d0)
 {
     const int BITS = kvc_plane_bits(KIND), planes = 8 / BITS;
@@ -100,7 +102,7 @@ INLINE void mid_dims(int KIND, int NR, kvc_pv_args args, const weights *w, int64
             int64_t at = (s * args.dim + d0) * 4;
             kvc_words u = kvc_load_words(KIND, tile, args.dim, at), v = kvc_load_words(KIND, tile, args.dim, at + 32);
             kvc_prefetch_planes(KIND, line, t * BITS / 32 + s, args.ahead);
-            EACH (i, 2 * planes) { /* of 16 bits: even tokens in planes ascending, then odd tokens */
+            EACH (i, 2 * planes) { /* as 16-bit integers: planes of even tokens, then of odd tokens */
                 __m256i a = kvc_codes(KIND, i, u), b = kvc_codes(KIND, i, v);
                 EACH (r, NR) {
                     __m256i x = kvc_two(w->z[r] + t + 4 * s + i % planes * (KVC_TILE / planes) + i / planes * 2);
@@ -112,12 +114,12 @@ INLINE void mid_dims(int KIND, int NR, kvc_pv_args args, const weights *w, int64
     add_codes(KIND, NR, sum, w, args.dim, d0, args.o);
 }
 
-/* ---------------------------------------------------------------- floats: NC blocks of 8 (f32, bf16: 16) dims from d0 */
+/* ---------------------------------------------------------------- floats: NC blocks of 8 or 16 dims from d0 */
 
-/* p: weights of the page in pair order, scale and 2^8 folded in, [row][KVC_MAX_PAGE]. */
+/* p: weights of the page in pair order, multiplied by the scale and 2^8, [row][KVC_MAX_PAGE]. */
 INLINE void fp8_dims(int E, int NR, int NC, kvc_pv_args args, const float *p, int64_t d0)
 {
-    if (d0 % 16) args.ahead = 0;                                    /* a line once */
+    if (d0 % 16) args.ahead = 0;                                    /* prefetch each line once */
     const uint8_t *line = args.tiles + d0 * ((args.n + 3) / 4 * 4); /* to prefetch */
     __m256 a[4][4], b[4][4];                                        /* dims 0-3, 4-7, in pairs of lanes */
     EACH (r, NR)
@@ -141,8 +143,8 @@ INLINE void fp8_dims(int E, int NR, int NC, kvc_pv_args args, const float *p, in
         EACH (c, NC) add_to(args.o + r * args.dim + d0 + 8 * c, kvc_add_pairs(a[r][c], b[r][c]), 1);
 }
 
-/* 16 bytes of words t / 2 of a 16-bit page as fp32; past the last of n tokens the upper half of a word may hold anything
- * and counts as 0. */
+/* Loads words t / 2 of a 16-bit page as fp32. If n is odd, the upper half of the last word may hold anything; it is
+ * read as 0. */
 INLINE __m256 f16_words(const uint8_t *at, int64_t t, int64_t n)
 {
     __m128i w = _mm_loadu_si128((const __m128i *)(const void *)at);
@@ -151,7 +153,7 @@ INLINE __m256 f16_words(const uint8_t *at, int64_t t, int64_t n)
 
 INLINE void f16_dims(int NR, int NC, kvc_pv_args args, int64_t d0)
 {
-    if (d0 % 16) args.ahead = 0;                                    /* a line once */
+    if (d0 % 16) args.ahead = 0;                                    /* prefetch each line once */
     const uint8_t *line = args.tiles + d0 * ((args.n + 1) / 2 * 4); /* to prefetch */
     __m256 a[4][4], b[4][4];
     EACH (r, NR)

@@ -1,16 +1,14 @@
-/* avx2_qk.c - scores of one page of K: a lane is a token, so there is no horizontal sum and no shuffle.
- *
- *   per 32 bytes of K and query row               shared by the rows
- *   int8      2 vpmaddwd, 2 vpaddd                2: even and odd bytes as 16 bits
- *   int4      4 vpmaddwd, 4 vpaddd                7: four nibbles as 16 bits
- *   int2      8 vpmaddwd, 8 vpaddd                15
- *   one limb: 2 vpmaddubsw, 2 vpaddw, 1; 4, 4     3; 7
- *   int4_lloyd: as int4                           9; int3: as int2, 40 and 32 bytes more for 64
- *   fp8_e4m3  4 vfmadd                            5, 2 vextracti128, 4 vcvtph2ps: byte -> fp16 by shift, exact
- *   raw_bf16  2 vfmadd                            2: exact widening
- *   raw_f16   2 vfmadd                            2 vcvtph2ps; pairs of dims, added at the end
- *   raw_f32   1 vfmadd
- * Integer sums are exact (avx2.h). */
+/* avx2_qk.c - scores of one page of K. A lane is a token, so there are no horizontal sums and no shuffles. Integer sums
+ * are exact (avx2.h). Instructions per 32 bytes of K and query row, plus those shared by the rows:
+ *    int8       2 vpmaddwd, 2 vpaddd + 2 (even and odd bytes to 16 bits)
+ *    int4       4 vpmaddwd, 4 vpaddd + 7 (four nibbles to 16 bits); one limb 2 vpmaddubsw, 2 vpaddw, 1 + 3
+ *    int2       8 vpmaddwd, 8 vpaddd + 15; one limb 4 vpmaddubsw, 4 vpaddw + 7
+ *    int4_lloyd as int4 + 9
+ *    int3       as int2 + 40, and 32 bytes more per 64
+ *    fp8_e4m3   4 vfmadd + 5, 2 vextracti128, 4 vcvtph2ps (byte to fp16 by shift, exact)
+ *    raw_bf16   2 vfmadd + 2 (exact widening)
+ *    raw_f16    2 vfmadd + 2 vcvtph2ps (pairs of dims, added at the end)
+ *    raw_f32    1 vfmadd */
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx2,fma,f16c")
@@ -56,13 +54,13 @@ INLINE void mid_tile(int KIND, int NR, kvc_qk_args args, int64_t tile, const flo
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
     args.tiles += tile * kvc_kind_bytes(KIND, dim);
-    const int8_t *q[4]; /* of a plane; two bytes a dim, half of the dims in hi, half in lo */
+    const int8_t *q[4]; /* per plane; two bytes per dim, half of the dims in hi, half in lo */
     EACH (p, planes) q[p] = (2 * p < planes ? f->hi : f->lo) + args.row0 * dim + 2 * (p % (planes / 2)) * period;
     for (int64_t j = 0; j < period; j += 4) {
         kvc_words v = kvc_load_words(KIND, args.tiles, dim, j * KVC_TILE),
                   w = kvc_load_words(KIND, args.tiles, dim, j * KVC_TILE + 32);
         kvc_prefetch_planes(KIND, args.tiles, j / 4, args.ahead);
-        EACH (i, 2 * planes) { /* of 16 bits: even dims in planes ascending, then odd dims */
+        EACH (i, 2 * planes) { /* as 16-bit integers: planes of even dims, then of odd dims */
             __m256i a = kvc_codes(KIND, i, v), b = kvc_codes(KIND, i, w);
             EACH (r, NR) {
                 __m256i x = kvc_two(q[i % planes] + r * dim + 2 * j + i / planes * 4);
@@ -74,11 +72,12 @@ INLINE void mid_tile(int KIND, int NR, kvc_qk_args args, int64_t tile, const flo
     mid_scores(KIND, NR, sum, args.meta, f->sum + args.row0, f->step + args.row0, 1, tile, centre, args.s, args.ld);
 }
 
-/* The same by one limb of q. */
+/* The same with one limb of q. */
 INLINE void coarse_tile(int KIND, int NR, kvc_qk_args args, int64_t tile, const float *centre)
 {
     const kvc_query_form *f = args.query->form;
-    const int planes = 8 / kvc_plane_bits(KIND), dims = KIND == 2 ? 32 : 16; /* 32; 16 and 8 additions */
+    /* dims after which the 16-bit sums are widened: 32, or 16 and 8 additions */
+    const int planes = 8 / kvc_plane_bits(KIND), dims = KIND == 2 ? 32 : 16;
     int64_t dim = args.query->dim, period = dim / planes;
     const int8_t *one = f->one + args.row0 * dim;
     __m256i sum[4][2];
@@ -112,7 +111,7 @@ INLINE void coarse_tile(int KIND, int NR, kvc_qk_args args, int64_t tile, const 
 /* q: rows in pair order, [row][KVC_MAX_DIM]. */
 INLINE void fp8_halves(int E, int NR, int NH, kvc_qk_args args, const float *q, int64_t dim, int64_t half0)
 {
-    if (half0 % 2) args.ahead = 0; /* a line once */
+    if (half0 % 2) args.ahead = 0; /* prefetch each line once */
     __m256 a[4][4], b[4][4];       /* tokens 0-3, 4-7, in pairs of lanes */
     EACH (r, NR)
         EACH (h, NH) a[r][h] = b[r][h] = _mm256_setzero_ps();
@@ -139,7 +138,7 @@ INLINE void fp8_halves(int E, int NR, int NH, kvc_qk_args args, const float *q, 
 
 INLINE void f16_halves(int NR, int NH, kvc_qk_args args, int64_t half0)
 {
-    if (half0 % 2) args.ahead = 0; /* a line once */
+    if (half0 % 2) args.ahead = 0; /* prefetch each line once */
     int64_t dim = args.query->dim;
     __m256 a[4][4], b[4][4];
     EACH (r, NR)
@@ -164,7 +163,7 @@ INLINE void f16_halves(int NR, int NH, kvc_qk_args args, int64_t half0)
 INLINE void bf16_tiles(int NR, int NT, kvc_qk_args args, int64_t tile0)
 {
     int64_t dim = args.query->dim, bytes = KVC_TILE * dim * 2;
-    const int step = NR > 2 ? 2 : 1; /* vectors at once: of q of few rows stays in registers, or else of K */
+    const int step = NR > 2 ? 2 : 1; /* vectors at a time: with few rows q stays in registers, otherwise K */
     const __m256 upper = _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000u));
     __m256 sum[4][4][2];
     EACH (r, NR)

@@ -1,10 +1,10 @@
-/* avx2_scores.h - q as integers, and from sums of codes times it to scores of a page of K. */
+/* avx2_scores.h - integer forms of q, and conversion of integer dot products to scores of a page of K. */
 #ifndef KVC_AVX2_SCORES_H
 #define KVC_AVX2_SCORES_H
 
 #include "avx2.h"
 
-/* q as integers: of 15 bits in pair order (PAIRS; avx2.h), or as two limbs; and of 8 bits. */
+/* Converts q to integers: 15-bit in pair order (PAIRS; see avx2.h) or two limbs; and 8-bit. */
 INLINE void kvc_limbs(bool PAIRS, const kvc_query_form *form, int64_t rows, int64_t dim)
 {
     int64_t half = dim / 2; /* a multiple of 8 */
@@ -32,7 +32,7 @@ INLINE void kvc_limbs(bool PAIRS, const kvc_query_form *form, int64_t rows, int6
     }
 }
 
-/* Scores from sums of int8's codes, which are biased by 128, in steps of the token's scale. */
+/* Scores from the dots of int8 codes, which are biased by 128, times the token's scale. */
 INLINE void int8_scores(int NR, __m256i sum[4][2], const kvc_qk_args *args, int64_t tile)
 {
     const kvc_query_form *f = args->query->form;
@@ -48,7 +48,7 @@ INLINE void int8_scores(int NR, __m256i sum[4][2], const kvc_qk_args *args, int6
     }
 }
 
-/* Scores from sums of rotated codes: less their middle, in steps of the token's gain, plus q . centroid. */
+/* Scores from the dots of rotated codes: minus their middle, times the token's gain, plus q . centroid. */
 INLINE void mid_scores(int KIND, int NR, __m256i sum[4][2], const uint8_t *meta, const int32_t *q_sum,
                        const float *step, float unit, int64_t tile, const float *centre, float *s, int64_t ld)
 {
@@ -63,7 +63,7 @@ INLINE void mid_scores(int KIND, int NR, __m256i sum[4][2], const uint8_t *meta,
     }
 }
 
-/* True if one limb of q will do for this page (kvc_one_limb_of). */
+/* True if one limb of q is precise enough for this page (kvc_one_limb_of). */
 INLINE bool one_limb(int KIND, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, int64_t n_tiles)
 {
     __m256i most = _mm256_setzero_si256();

@@ -1,6 +1,6 @@
-/* avx2_weights.h - weights of a page for integer V, relative to the row's largest weight in it: 15-bit integers in pair order
- * (avx2.h); with KVC_LIMBS two limbs in the order of tokens (128 * hi + lo, both in 0..127). Coarse, in bytes, where the
- * limit is 255 or less. Behind avx2.h. */
+/* avx2_weights.h - softmax weights of a page as integers, for integer V, relative to the row's largest weight in the
+ * page: 15-bit integers in pair order (avx2.h), or with KVC_LIMBS two limbs in token order (128 * hi + lo, both in
+ * 0..127). Coarse weights (limit 255 or less) are bytes. Include after avx2.h. */
 #ifndef KVC_AVX2_WEIGHTS_H
 #define KVC_AVX2_WEIGHTS_H
 
@@ -27,7 +27,7 @@ INLINE void store_weights(weights *w, int64_t r, int64_t t, __m256i z)
 #endif
 }
 
-/* x >= 0: weights times scales, 0 from token n on up to a multiple of 16. */
+/* Converts weights times scales (x >= 0) to integers; tokens from n up to a multiple of 16 get 0. */
 INLINE void weigh(weights *w, const float x[][KVC_MAX_PAGE], int64_t rows, int64_t n, float limit)
 {
     int64_t n16 = (n + 15) / 16 * 16;
@@ -52,14 +52,14 @@ INLINE void weigh_by(weights *w, const float *p, int64_t ld, int64_t rows, int64
                      const float *largest, bool coarse)
 {
     _Alignas(32) float x[KVC_ROWS][KVC_MAX_PAGE];
-    (void)largest, (void)coarse; /* as exact either way */
+    (void)largest, (void)coarse; /* both precisions cost the same here */
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < (n + 15) / 16 * 16; t += 8)
             _mm256_store_ps(x[r] + t, _mm256_mul_ps(_mm256_loadu_ps(p + r * ld + t), _mm256_loadu_ps(scales + t)));
     weigh(w, x, rows, n, KVC_P_LIMIT);
 }
 
-/* Scales of a page as fp32; those of tokens from n on are 0 whatever is stored there (and so is their p). */
+/* Loads the scales of a page as fp32. Tokens from n on get 0, whatever is stored there (their p is 0, too). */
 INLINE void load_scales(float *scale, const uint8_t *meta, int64_t n)
 {
     const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

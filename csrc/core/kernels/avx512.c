@@ -1,4 +1,4 @@
-/* avx512.c - the avx512 level: its table, online softmax, limbs of q. Needs F, BW, VL, DQ, VNNI. */
+/* avx512.c - the avx512 level: its table, online softmax, limbs of q. Requires F, BW, VL, DQ, VNNI. */
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
@@ -10,12 +10,12 @@ KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include <float.h>
 #include <math.h>
 
-/* exp(x) for x up to KVC_SLACK, -inf included, and NaN, as 2^floor(y) * 2^f: relative error < 3e-7 + 6e-8 * |x|, of 2^f alone 1e-7
- * (degree 5, minimax with 2^0 = 1). */
+/* exp(x) for x up to KVC_SLACK (and -inf, NaN), as 2^floor(y) * 2^f. Relative error < 3e-7 + 6e-8 * |x|; of 2^f alone
+ * 1e-7 (degree 5, minimax with 2^0 = 1). */
 INLINE __m512 exp_ps(__m512 x)
 {
     __m512 y = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-    __m512 f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* y - floor(y); of -inf 0 */
+    __m512 f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* y - floor(y); 0 for -inf */
     __m512 p = _mm512_set1_ps(.00186713005f);
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(.00901703071f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(.0557999127f));
@@ -25,7 +25,7 @@ INLINE __m512 exp_ps(__m512 x)
     return _mm512_scalef_ps(p, y); /* p * 2^floor(y) */
 }
 
-/* tanh(x) = sign(x) * (1 - e) / (1 + e), e = exp(-2 |x|); an odd polynomial near 0, where that cancels. */
+/* tanh(x) = sign(x) * (1 - e) / (1 + e), e = exp(-2 |x|); near 0, where that cancels, an odd polynomial. */
 INLINE __m512 tanh_ps(__m512 x)
 {
     __m512 a = _mm512_abs_ps(x), square = _mm512_mul_ps(x, x);
@@ -40,7 +40,7 @@ INLINE __m512 tanh_ps(__m512 x)
 
 INLINE __mmask16 mask_of(const uint64_t *visible, int64_t t) { return (__mmask16)(visible[t / 64] >> (t % 64)); }
 
-/* The rows side by side, so that their chains of operations overlap and their reductions are one. */
+/* The rows are interleaved so that their dependency chains overlap and one reduction serves all. */
 INLINE void softmax_rows(int NR, bool ALL, float *s, int64_t ld, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
                          float softcap, float *m, float *l, float *keep)
 {
@@ -56,12 +56,12 @@ INLINE void softmax_rows(int NR, bool ALL, float *s, int64_t ld, int64_t n16, co
                 x = _mm512_mask_mul_ps(x, mask, y, _mm512_set1_ps(softcap));
                 _mm512_storeu_ps(s + r * ld + t, x);
             }
-            most[r] = _mm512_max_ps(x, most[r]); /* passes over NaN */
+            most[r] = _mm512_max_ps(x, most[r]); /* ignores NaN */
         }
     __mmask8 rows = (__mmask8)((1 << NR) - 1);
     __m128 top, total, old = NR == 4 ? _mm_loadu_ps(m) : _mm_maskz_loadu_ps(rows, m);
     KVC_JOIN_LANES(_mm256_max_ps, _mm_max_ps, most, top);
-    top = _mm_max_ps(top, _mm_set1_ps(-FLT_MAX)); /* -inf - -FLT_MAX is no NaN */
+    top = _mm_max_ps(top, _mm_set1_ps(-FLT_MAX)); /* avoids -inf - -inf, which is NaN */
     top = _mm_mask_mov_ps(old, _mm_cmp_ps_mask(top, _mm_add_ps(old, _mm_set1_ps(KVC_SLACK)), _CMP_GT_OQ), top);
     _mm_storeu_ps(tops, top);
     EACH (r, 4) sum[r] = _mm512_setzero_ps();
@@ -78,7 +78,7 @@ INLINE void softmax_rows(int NR, bool ALL, float *s, int64_t ld, int64_t n16, co
     sums = _mm_add_ps(_mm_mul_ps(sums, factor), total);
     __mmask8 nan = _mm_cmp_ps_mask(total, total, _CMP_UNORD_Q);
     factor = _mm_mask_mov_ps(factor, nan, total);
-    if (NR == 4) { /* what a masked store has written is not forwarded to the loads that follow */
+    if (NR == 4) { /* loads after a masked store cannot use store forwarding */
         _mm_storeu_ps(l, sums);
         _mm_storeu_ps(m, top);
         _mm_storeu_ps(keep, factor);
@@ -89,7 +89,8 @@ INLINE void softmax_rows(int NR, bool ALL, float *s, int64_t ld, int64_t n16, co
     _mm_mask_storeu_ps(keep, rows, factor);
 }
 
-/* The same of a whole page of four rows whose m stays as it is: nothing waits for the page's largest scores. False: one moves. */
+/* Fast path for a full page and four rows, if no row's m changes: it need not wait for the page's largest scores.
+ * Returns false if one does. */
 INLINE bool softmax_page(float *s, int64_t ld, const float *m, float *l, float *keep)
 {
     __m512 sum[4];
@@ -101,7 +102,7 @@ INLINE bool softmax_page(float *s, int64_t ld, const float *m, float *l, float *
         __m512 b = _mm512_max_ps(_mm512_loadu_ps(x + 32), _mm512_loadu_ps(x + 48));
         over |= _mm512_cmp_ps_mask(_mm512_max_ps(a, b), _mm512_set1_ps(m[r] + KVC_SLACK), _CMP_GT_OQ);
     }
-    over |= _mm_cmp_ps_mask(_mm_loadu_ps(m), _mm_set1_ps(-FLT_MAX), _CMP_LT_OQ); /* -inf */
+    over |= _mm_cmp_ps_mask(_mm_loadu_ps(m), _mm_set1_ps(-FLT_MAX), _CMP_LT_OQ); /* also -inf */
     if (over) return false;
     EACH (r, 4) {
         __m512 top = _mm512_set1_ps(m[r]), p[4];
@@ -122,7 +123,7 @@ void kvc_avx512_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const u
 {
     uint64_t all = ~0ull;
     for (int64_t r = 0; r < rows && n16 == 64; r++) all &= visible[r][0];
-    if (rows == 4 && n16 == 64 && all == ~0ull && !(softcap > 0)) { /* a whole page at decode */
+    if (rows == 4 && n16 == 64 && all == ~0ull && !(softcap > 0)) { /* a full page at decode */
         if (!softmax_page(s, ld, m, l, keep)) softmax_rows(4, true, s, ld, 64, visible, 0, m, l, keep);
         return;
     }
@@ -147,7 +148,7 @@ void kvc_avx512_limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
 {
     for (int64_t r = 0; r < rows; r++) {
         const float *q = form->q + r * dim;
-        __m512i most = _mm512_setzero_si512(), total = most, ones = most; /* as integers: NaN > Inf > the rest */
+        __m512i most = _mm512_setzero_si512(), total = most, ones = most; /* compared as integers: NaN > Inf > finite */
         for (int64_t d = 0; d < dim; d += 16)
             most = _mm512_max_epu32(most, _mm512_castps_si512(_mm512_abs_ps(_mm512_loadu_ps(q + d))));
         float top = kvc_f32_of_bits(_mm512_reduce_max_epu32(most)), factor = top > KVC_TINY ? KVC_P_LIMIT / top : 0;

@@ -1,4 +1,4 @@
-/* avx512.h - what the avx512 files share; included behind their target pragma. */
+/* avx512.h - shared by the avx512 files; included after their target pragma. */
 #ifndef KVC_AVX512_H
 #define KVC_AVX512_H
 
@@ -6,37 +6,37 @@
 
 #include <immintrin.h>
 
-/* Four bytes (limbs of four dims, or of four tokens) in every lane. */
+/* Broadcasts four bytes (limbs of four dims or tokens) to every lane. */
 INLINE __m512i kvc_word(const void *p) { return _mm512_set1_epi32(*(const int32_t *)p); }
 
-/* Two floats in every pair of lanes. */
+/* Broadcasts two floats to every pair of lanes. */
 INLINE __m512 kvc_pair(const float *p) { return _mm512_castpd_ps(_mm512_set1_pd(*(const double *)(const void *)p)); }
 
-/* 16 fp16 scales, of tokens (or dims) from `at`. */
+/* Loads 16 fp16 scales, of tokens (or dims) from `at`. */
 INLINE __m512 kvc_scales(const uint8_t *meta, int64_t at)
 {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(meta + 2 * at)));
 }
 
-/* 32 fp16 in a zmm -> two zmm of fp32. */
+/* Widens 32 fp16 in a zmm to two zmm of fp32. */
 INLINE void kvc_widen(__m512i h, __m512 *a, __m512 *b)
 {
     *a = _mm512_cvtph_ps(_mm512_castsi512_si256(h));
     *b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1));
 }
 
-/* The upper (lower) byte of each 16 bits -> fp16, exact, subnormals included: e4m3 (4 bits of exponent) gives value x
- * 2^-8, e5m2 is the upper half of an fp16. */
+/* Converts the upper (lower) byte of each 16 bits to fp16, exactly, including subnormals: e4m3 (4 exponent bits) gives
+ * the value x 2^-8; an e5m2 code is the upper half of an fp16. */
 INLINE __m512i kvc_fp8_upper(int exponent, __m512i w)
 {
     if (exponent == 5) return _mm512_and_si512(w, _mm512_set1_epi16((short)0xff00));
     return _mm512_and_si512(_mm512_srai_epi16(w, 1), _mm512_set1_epi16((short)0xbf80));
 }
 INLINE __m512i kvc_fp8_lower(int exponent, __m512i w) { return kvc_fp8_upper(exponent, _mm512_slli_epi16(w, 8)); }
-/* What its scale is multiplied by. */
+/* Factor for the scale that compensates the conversion. */
 INLINE float kvc_fp8_unit(int exponent) { return exponent == 5 ? 1 : 256; }
 
-/* Of x[0..3] in every four lanes: x0, x2, x0, x2 and x1, x3, x1, x3. */
+/* Broadcasts x[0..3] to every four lanes as x0, x2, x0, x2 and x1, x3, x1, x3. */
 INLINE void kvc_split_pairs(const float *x, __m512 *even, __m512 *odd)
 {
     __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(x));
@@ -52,7 +52,8 @@ INLINE __m512 kvc_add_pairs(__m512 a, __m512 b)
     return _mm512_add_ps(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b));
 }
 
-/* Lane r of the first four: all lanes of x[r] joined by OP (_mm256_max_ps, _mm256_add_ps). */
+/* Reduces each of x[0..3] over its lanes with OP (_mm256_max_ps, _mm256_add_ps); lane r of `out` is
+ * the result of x[r]. */
 #define KVC_JOIN_LANES(OP, OP4, x, out)                                                                                \
     do {                                                                                                               \
         __m256 y_[4];                                                                                                  \

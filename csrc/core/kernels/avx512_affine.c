@@ -11,7 +11,7 @@ KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 INLINE float sum_of(vf x) { return _mm512_reduce_add_ps(x); }
 INLINE float most_of(vf x) { return _mm512_reduce_max_ps(x); }
 
-/* Sum of the integers that stand for q's dims [d, d + n). */
+/* Sum of the integers of q's dims [d, d + n). */
 INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int64_t d, int64_t n)
 {
     if (n == dim) return f->sum[row];
@@ -34,7 +34,7 @@ INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_q
     const uint8_t *k = x->words + tile0 * bytes;
     __m512 out[4][4];
     EACH (r, NR)
-        EACH (t, NT) out[r][t] = _mm512_setzero_ps(); /* in steps of the row */
+        EACH (t, NT) out[r][t] = _mm512_setzero_ps(); /* in units of the row's step */
     for (int64_t g = 0, j = 0; j < dim; g++) {
         __m512i dots[4][4];
         int32_t start[4];

@@ -1,4 +1,4 @@
-/* avx512_codec.c - scalar_codec.c with 16 lanes: the lanes are its 16 partial sums, so every bit is the same. */
+/* avx512_codec.c - scalar_codec.c with 16 lanes, one for each of its partial sums, so results are bit-identical. */
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
@@ -12,13 +12,13 @@ KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 
 INLINE __m512 splat(float x) { return _mm512_set1_ps(x); }
 
-/* One level inside a vector: lanes of `upper` get partner - x, the others x + partner. */
+/* One level within a vector: lanes in `upper` become partner - x, the others x + partner. */
 INLINE __m512 butterfly(__m512 x, __m512 partner, __mmask16 upper)
 {
     return _mm512_mask_sub_ps(_mm512_add_ps(x, partner), upper, partner, x);
 }
 
-/* Orthonormal Walsh-Hadamard transform of NV vectors; NV is a constant where this is inlined. */
+/* Orthonormal Walsh-Hadamard transform of NV vectors; NV is a compile-time constant once inlined. */
 INLINE void transform(int NV, __m512 *v, float norm)
 {
     for (int i = 0; i < NV; i++) {

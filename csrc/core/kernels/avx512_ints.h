@@ -1,8 +1,9 @@
-/* avx512_ints.h - products of integer codes with q (K) and with weights (V), as int8, int4, int3, int2 and the affine formats share
- * them. Behind avx512.h. KIND (the bits of a code, or KVC_LLOYD4), LIMBS, NR (rows) and NT, NC (tiles, blocks of 16 dims) are constants where inlined.
+/* avx512_ints.h - products of integer codes with q (K) and with weights (V), shared by int8, int4, int3, int2 and the
+ * affine formats. Include after avx512.h. KIND (bits per code, or KVC_LLOYD4), LIMBS, NR (rows) and NT, NC (tiles,
+ * blocks of 16 dims) are compile-time constants once inlined.
  *
- * A plane of codes is shifted down, which its rows share, so that all planes go to one sum; per 64 bytes and row there are
- * 8 / bits * LIMBS vpdpbusd. Sums are exact. */
+ * Each plane of codes is shifted down once for all rows, and all planes are added to one sum. Per 64 bytes and row
+ * there are 8 / bits * LIMBS vpdpbusd. Sums are exact. */
 #ifndef KVC_AVX512_INTS_H
 #define KVC_AVX512_INTS_H
 
@@ -10,20 +11,20 @@
 
 #include <math.h>
 
-/* sum += products of unsigned a and signed b. In assembly, because gcc 12 spends more instructions on moving the sums of the
- * intrinsic between registers (and memory) than on adding to them. */
+/* sum += products of unsigned a and signed b. In assembly, because gcc 12 moves the sums of the intrinsic between
+ * registers and memory, at a higher cost than the additions. */
 INLINE __m512i kvc_dp(__m512i sum, __m512i a, __m512i b)
 {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
     return sum;
 }
 
-/* Codes as they lie: of 3 bits the high ones beside the low ones. */
+/* Packed codes; 3-bit codes have their high bits separately. */
 typedef struct kvc_words {
     __m512i low, high;
 } kvc_words;
 
-/* The 64 bytes at `at` of a tile. */
+/* Loads the 64 bytes at `at` of a tile. */
 INLINE kvc_words kvc_load_words(int KIND, const uint8_t *tile, int64_t dim, int64_t at)
 {
     kvc_words w = {_mm512_loadu_si512(tile + at), _mm512_setzero_si512()};
@@ -34,7 +35,7 @@ INLINE kvc_words kvc_load_words(int KIND, const uint8_t *tile, int64_t dim, int6
     return w;
 }
 
-/* Plane p of the codes in w, one a byte; of Lloyd's the levels and 128. */
+/* Plane p of the codes in w, one per byte. Lloyd-Max codes are replaced by their levels plus 128. */
 INLINE __m512i kvc_plane(int KIND, int p, kvc_words w)
 {
     const int BITS = kvc_plane_bits(KIND);
@@ -50,8 +51,8 @@ INLINE __m512i kvc_plane(int KIND, int p, kvc_words w)
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)kvc_lloyd4_codes)), x);
 }
 
-/* dot[r][t] = sum over words [j0, j1) of dims of codes * (128 * hi + lo), or with one limb of codes * hi, less offset[r]
- * (NULL: 0); q of row r at r * dim. */
+/* dot[r][t] = sum over words [j0, j1) of dims of codes * (128 * hi + lo), or codes * hi with one limb, minus offset[r]
+ * (NULL: 0). q of row r is at r * dim. */
 INLINE void kvc_key_dots(int KIND, int LIMBS, int NR, int NT, const uint8_t *tiles, int64_t dim, int64_t j0, int64_t j1,
                          const int8_t *hi, const int8_t *lo, const int32_t *offset, ptrdiff_t ahead, __m512i dot[4][4])
 {
@@ -85,8 +86,9 @@ INLINE void kvc_key_dots(int KIND, int LIMBS, int NR, int NT, const uint8_t *til
             EACH (t, NT) dot[r][t] = _mm512_add_epi32(_mm512_slli_epi32(dot[r][t], 7), low[r][t]);
 }
 
-/* dot[r][c] = sum over n tokens of codes * weights from dim d0 on; n up to a multiple of 16, where weights are 0. Coarse
- * weights have 8 bits and are the unsigned operand: codes of fewer bits fit the signed one, and levels less their 128. */
+/* dot[r][c] = sum over n tokens of codes * weights for dims from d0 on. n is rounded up to a multiple of 16; the
+ * weights there are 0. Coarse weights have 8 bits and are the unsigned operand; codes of fewer bits, and Lloyd-Max
+ * levels without their 128, fit the signed one. */
 INLINE void kvc_value_dots(int KIND, bool COARSE, int NR, int NC, const uint8_t *tiles, int64_t dim, int64_t n,
                            int64_t d0, const weights *w, ptrdiff_t ahead, __m512i dot[4][4])
 {
@@ -129,14 +131,14 @@ INLINE void kvc_value_dots(int KIND, bool COARSE, int NR, int NC, const uint8_t 
             EACH (c, NC) dot[r][c] = _mm512_add_epi32(_mm512_slli_epi32(dot[r][c], 7), low[r][c]);
 }
 
-/* Scores from dots of codes: int8's codes less 128, in steps of the token's scale; */
+/* Scores of int8: codes minus 128, times the token's scale. */
 INLINE __m512 kvc_int8_score(__m512i dot, __m512 scale, float step, int32_t sum)
 {
     dot = _mm512_sub_epi32(dot, _mm512_set1_epi32(128 * sum));
     return _mm512_mul_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(step)));
 }
 
-/* Codes of planes less their middle, which is half of an odd number, twice; bytes less 128. */
+/* Dots of codes minus their middle. For codes in planes the middle is a half-integer, so the result is twice that. */
 INLINE __m512i kvc_less_middle(int KIND, __m512i dot, int32_t sum)
 {
     const bool bytes = KIND == 8 || KIND == KVC_LLOYD4;
@@ -145,7 +147,8 @@ INLINE __m512i kvc_less_middle(int KIND, __m512i dot, int32_t sum)
 }
 INLINE float kvc_middle_unit(int KIND) { return KIND == 8 || KIND == KVC_LLOYD4 ? 1 : 0.5f; }
 
-/* rotated codes less their middle, in steps of the token's gain, plus q . centroid. One limb is in steps of 128. */
+/* Scores of rotated codes: minus their middle, times the token's gain, plus q . centroid. One limb is
+ * in units of 128. */
 INLINE __m512 kvc_mid_score(int KIND, int LIMBS, __m512i dot, __m512 gain, float step, int32_t sum, float centre)
 {
     dot = kvc_less_middle(KIND, dot, sum);
@@ -169,7 +172,7 @@ INLINE void kvc_dot_centroid(int NR, const uint8_t *centroid, const kvc_query *q
     _mm_storeu_ps(out, all);
 }
 
-/* True if one limb of q will do for this page (kvc_one_limb_of). */
+/* True if one limb of q is precise enough for this page (kvc_one_limb_of). */
 INLINE bool kvc_one_limb(int KIND, float noise, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows,
                          int64_t n_tiles)
 {
@@ -179,7 +182,7 @@ INLINE bool kvc_one_limb(int KIND, float noise, const uint8_t *meta, const kvc_q
     return kvc_one_limb_of(KIND, noise, query, row0, rows, _mm512_reduce_max_ps(most));
 }
 
-/* o += step * (dot of codes less their middle). */
+/* o += step * (dot of codes minus their middle). */
 INLINE void kvc_add_codes(int KIND, __m512i dot, float step, int32_t sum, float *o)
 {
     __m512 y = _mm512_set1_ps(kvc_middle_unit(KIND) * step);

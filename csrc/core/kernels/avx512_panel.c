@@ -1,9 +1,10 @@
-/* avx512_panel.c - a page of latents against many query rows: codes become bytes once a page, not once for 4 rows, and lie as
- * they are multiplied. Products are bound by vpdpbusd then: 64 multiply-adds each, twice where a limb has a second.
+/* avx512_panel.c - a page of latents for many query rows. Codes are unpacked to bytes once per page instead of once per
+ * 4 rows, in the layout of the products, which are then bound by vpdpbusd: 64 multiply-adds each, twice that with a
+ * second limb.
  *
- *   64 tokens, 512 + 64 dims, per row     vpdpbusd     the rest, about
+ *   64 tokens, 512 + 64 dims, per row     vpdpbusd     other instructions, about
  *   scores, two limbs of q (one)          1152 (576)   50, with a centroid 100
- *   sums, coarse weights (two limbs)      512 (1024)   32 sums to memory: 130; digits 10 */
+ *   sums, coarse weights (two limbs)      512 (1024)   32; sums to memory 130; digits 10 */
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
@@ -15,7 +16,7 @@ KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 
 /* ---------------------------------------------------------------- packing */
 
-/* Codes as the unsigned operand; as the signed one, less their middle (twice that of fewer bits). */
+/* Codes as unsigned operands; as_signed: as signed operands, minus their middle (twice that if below 8 bits). */
 INLINE __m512i as_unsigned(int KIND, __m512i w)
 {
     if (KIND != KVC_LLOYD4) return w;
@@ -33,7 +34,7 @@ INLINE void pack_bytes(int KIND, const kvc_side *side, int64_t n, bool sums, uin
     uint32_t room_of_codes[MAX_WORDS];
     for (int64_t tile = 0; tile < tiles; tile++) {
         const uint8_t *from = side->tiles + tile * bytes;
-        const uint8_t *codes = from; /* K's bytes lie so */
+        const uint8_t *codes = from; /* int8 K is already in this layout */
         if (KIND != 8 || !side->key) {
             get_codes(side->key, KIND == KVC_LLOYD4 ? 4 : KIND, dim, from, room_of_codes);
             codes = (const uint8_t *)room_of_codes;
@@ -95,7 +96,7 @@ INLINE void score_tiles(int KIND, int LIMBS, int NR, int NT, const kvc_panel *k,
     }
 }
 
-/* Tiles outside, so that those at hand stay in L1 for all rows. */
+/* Tiles are the outer loop, so that a tile stays in L1 for all rows. */
 INLINE void score_rows(int KIND, int LIMBS, const kvc_panel *k, const kvc_query *query, int64_t row0, int64_t rows,
                        int64_t n_tiles, bool add, const float *centre, float *s, int64_t ld)
 {
@@ -158,10 +159,11 @@ void kvc_avx512_panel_qk(const kvc_panel *k, const kvc_query *query, int64_t row
 
 /* ---------------------------------------------------------------- sums */
 
-/* Weights of `part` tokens have a step, relative to the largest of them. Bytes have 32 to a part where 8 bits do: rounding
- * n weights to steps of most / 255 adds n * (most / 255)^2 * c^2 / 12 to the variance of the sums, what the codes' own rounding
- * gives them is the weights' squares / 12, and c, the codes' deviation, is 127 / 3.4 in a row of 512 Gaussian numbers: with
- * one token that has all the weight 0.7 of it for 32, 1.4 for 64, less the more tokens share it. Of 4 bits c is 3. */
+/* Weights of `part` consecutive tokens share a step, relative to the largest of them. For int8 codes with 8-bit weights
+ * a part has 32 tokens: rounding n weights to steps of most / 255 adds n * (most / 255)^2 * c^2 / 12 to the variance of
+ * the sums, while the rounding of the codes contributes the sum of the squared weights / 12. c, the deviation of the
+ * codes, is 127 / 3.4 for a row of 512 Gaussian numbers. If one token has all the weight, the ratio is 0.7 for 32
+ * tokens and 1.4 for 64; it decreases as more tokens share the weight. For 4-bit codes c is 3. */
 enum { PART = 32 };
 typedef struct digits {
     _Alignas(64) uint8_t hi[KVC_WIDE][KVC_MAX_PAGE], lo[KVC_WIDE][KVC_MAX_PAGE];
@@ -169,15 +171,16 @@ typedef struct digits {
     int64_t part;
 } digits;
 
-/* What sums of rows need of it, each with the first of them. */
+/* Inputs of the sums, each pointing to the first row. */
 typedef struct weighed {
     const uint8_t *hi, *lo;
-    const float *step, *keep, *all; /* keep: NULL for rows that hold nothing yet */
+    const float *step, *keep, *all; /* keep: NULL if the rows have no contribution yet */
     int64_t n, part;
 } weighed;
 
-/* NC blocks of 16 dims of a block of `width`, from `words` on. Sums stay in registers for all parts: memory would be asked for
- * twice by int8. All loops are unrolled, or else gcc has them on the stack. */
+/* Sums over NC blocks of 16 dims of a block of `width`, from `words` on. They stay in registers for all parts; int8
+ * would otherwise access memory twice. All loops are unrolled, because gcc would otherwise keep the sums on the
+ * stack. */
 #define CELLS                                                                                                          \
     KVC_UNROLL                                                                                                         \
     EACH (r, NR) KVC_UNROLL                                                                                            \
@@ -215,8 +218,8 @@ INLINE void sum_dims(bool COARSE, int NR, int NC, const uint8_t *words, int64_t 
     CELLS _mm512_storeu_ps(o[r] + 16 * c, sum[r][c]);
 }
 
-/* KVC_ROWS rows of a block of KVC_PANEL_DIMS. Functions of their own, and pointers that gcc knows nothing of: where it counts
- * offsets from one row it has too few registers, and waits for those in xmm registers behind the products. */
+/* Sums of KVC_ROWS rows for a block of KVC_PANEL_DIMS. Separate functions with opaque pointers: if gcc computes the
+ * pointers from one row, it runs out of registers, and moves from xmm registers delay the products. */
 #define OPAQUE(x) __asm__("" : "+r"(x))
 INLINE void sum_block(bool COARSE, const uint8_t *words, const weighed *w, const float *mean, int64_t dim, float *o)
 {
@@ -241,7 +244,7 @@ static __attribute__((noinline)) void sum_fine(const uint8_t *words, const weigh
     sum_block(false, words, w, mean, dim, o);
 }
 
-/* The same of fewer rows and dims. */
+/* The same for fewer rows and dims. */
 INLINE void sum_rest(bool COARSE, int64_t rows, int64_t width, const uint8_t *words, const weighed *w,
                      const float *mean, int64_t dim, float *o)
 {
@@ -257,7 +260,7 @@ INLINE void sum_rest(bool COARSE, int64_t rows, int64_t width, const uint8_t *wo
     }
 }
 
-/* Digits of rows [r, r + some), and their sums where there is a mean. */
+/* Digits of rows [r, r + some), and their sums if there is a mean. */
 INLINE void weigh_panel(const kvc_panel *v, const float *p, int64_t ld, int64_t r, int64_t some, int64_t n, bool coarse,
                         digits *w)
 {
@@ -283,7 +286,7 @@ void kvc_avx512_panel_pv(const kvc_panel *v, const float *p, int64_t ld, int64_t
                          const float *keep, float *o)
 {
     int64_t n16 = kvc_ceil_div(n, KVC_TILE) * KVC_TILE;
-    digits w; /* 8 KiB that no initializer should clear */
+    digits w; /* 8 KiB, deliberately not initialized */
     w.part = coarse && v->kind == 8 ? PART : n16;
     for (int64_t r = 0; r < rows; r += KVC_ROWS) weigh_panel(v, p, ld, r, kvc_min(KVC_ROWS, rows - r), n, coarse, &w);
     for (int64_t first = 0; first < v->dim; first += KVC_PANEL_DIMS) {

@@ -1,11 +1,15 @@
-/* avx512_pv.c - weighted sum of one page of V: a lane is a dim, a word holds consecutive tokens of it.
+/* avx512_pv.c - weighted sum of one page of V. A lane is a dim; a word holds consecutive tokens of a dim.
  *
- * Integer formats: the token's scale is folded into p, p of the page becomes two limbs (128 * hi + lo, hi and lo in
- * 0..127, relative to the row's largest weight in this page), and V is multiplied as it lies:
- *   int8      2 vpdpbusd per row and 64 bytes        int4   4 vpdpbusd, 3 shared; coarse 2      int2   8, 7; 4
- *   int4_lloyd: int4 and 2 vpshufb shared, coarse 4; int3: int2 and 10 shared, 32 bytes more
- *   fp8_e4m3  4 vfmadd, 9 shared                     bf16   2 vfmadd, 2 shared     f16  2 vfmadd, 2 shared
- * Integer sums are exact; the sums of pages are fp32. */
+ * Integer formats: the token's scale is multiplied into p, the p of a page become two limbs (128 * hi + lo, hi and lo
+ * in 0..127) relative to the row's largest weight in the page, and V is multiplied without unpacking. Sums are exact
+ * within a page; sums over pages are fp32. Instructions per row and 64 bytes, plus those shared by the rows:
+ *    int8        2 vpdpbusd
+ *    int4        4 vpdpbusd + 3; coarse weights 2
+ *    int2        8 vpdpbusd + 7; coarse 4
+ *    int4_lloyd  as int4 + 2 vpshufb; coarse + 4
+ *    int3        as int2 + 10, and 32 bytes more
+ *    fp8_e4m3    4 vfmadd + 9
+ *    bf16, f16   2 vfmadd + 2 */
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
@@ -18,7 +22,7 @@ INLINE void add_to(float *o, __m512 x) { _mm512_storeu_ps(o, _mm512_add_ps(x, _m
 /* NC blocks of 16 dims from d0. */
 INLINE void int_dims(int KIND, bool COARSE, int NR, int NC, kvc_pv_args args, const weights *w, int64_t d0)
 {
-    const bool levels = COARSE && KIND == KVC_LLOYD4; /* are signed there */
+    const bool levels = COARSE && KIND == KVC_LLOYD4; /* as signed operands */
     __m512i dots[4][4];
     kvc_value_dots(KIND, COARSE, NR, NC, args.tiles, args.dim, args.n, d0, w, args.ahead, dots);
     EACH (r, NR)
@@ -28,7 +32,7 @@ INLINE void int_dims(int KIND, bool COARSE, int NR, int NC, kvc_pv_args args, co
 
 /* ---------------------------------------------------------------- floats */
 
-/* p: weights of the page, scale and 2^8 folded in, [row][KVC_MAX_PAGE]. */
+/* p: weights of the page, multiplied by the scale and 2^8, [row][KVC_MAX_PAGE]. */
 INLINE void fp8_dims(int E, int NR, kvc_pv_args args, const float *p, int64_t d0)
 {
     const uint8_t *line = args.tiles + d0 * ((args.n + 3) / 4 * 4); /* to prefetch */
@@ -52,7 +56,7 @@ INLINE void fp8_dims(int E, int NR, kvc_pv_args args, const float *p, int64_t d0
     EACH (r, NR) add_to(args.o + r * args.dim + d0, kvc_add_pairs(a[r], b[r]));
 }
 
-/* Word t / 2 of a 16-bit page; past the last of n tokens the upper half may hold anything and counts as 0. */
+/* Word t / 2 of a 16-bit page. If n is odd, the upper half of the last word may hold anything; it is read as 0. */
 INLINE __m512i word16(const uint8_t *at, int64_t t, int64_t n)
 {
     __m512i w = _mm512_loadu_si512(at);
@@ -138,7 +142,7 @@ INLINE void int_pv(int KIND, kvc_pv_args args)
 #undef CALL
 }
 
-/* The usual dim as a constant: offsets of words then take no registers. */
+/* With the common dim as a constant, offsets of words need no registers. */
 INLINE void by_dim(int KIND, kvc_pv_args args)
 {
     if (args.dim == 128)

@@ -1,15 +1,16 @@
-/* avx512_qk.c - scores of one page of K: a lane is a token, so there is no horizontal sum and no shuffle.
+/* avx512_qk.c - scores of one page of K. A lane is a token, so there are no horizontal sums and no shuffles. Integer
+ * sums are exact. One core reads 3-10 bytes/cycle from DRAM.
  *
- *   per 64 bytes of K and query row         instructions                          bytes/cycle at 4 rows, from port counts, Zen 5 / ICX
+ *   per 64 bytes of K and query row         instructions                          bytes/cycle at 4 rows,
+ *                                                                                 from port counts, Zen 5 / ICX
  *   int8      2 vpdpbusd (two limbs of q)   VPDPBUSD zmm, zmm, m32{1to16}         16 / 8
  *   int4      4 vpdpbusd, 3 shared          planes shifted down; 2 with one limb   8 / 4 (16 / 8)
  *   int2      8 vpdpbusd, 7 shared          4 with one limb                        4 / 2 (8 / 4)
  *   int4_lloyd: int4 and 2 vpshufb shared; int3: int2 and 10 shared, 32 bytes more
- *   fp8_e4m3  4 vfmadd, 5 + 4 vcvtph2ps     byte -> fp16 by shift, exact           7 / 5
+ *   fp8_e4m3  4 vfmadd, 5 + 4 vcvtph2ps     byte to fp16 by shift, exact           7 / 5
  *   raw_bf16  2 vfmadd, 2 shared            exact widening                        13 / 10
  *   raw_f16   2 vfmadd, 2 vcvtph2ps shared  pairs of dims, added at the end       13 / 8
- *   raw_f32   1 vfmadd                                                            26 / 20
- * One core draws 3-10 bytes/cycle from DRAM. Integer sums are exact. */
+ *   raw_f32   1 vfmadd                                                            26 / 20 */
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
@@ -168,7 +169,7 @@ INLINE void mid_qk(int KIND, int64_t dim, kvc_qk_args args)
 #undef CALL
 }
 
-/* The usual dim as a constant: offsets of rows and tiles then take no registers. */
+/* With the common dim as a constant, offsets of rows and tiles need no registers. */
 INLINE void mid_by_dim(int KIND, kvc_qk_args args)
 {
     args.query->dim == 128 ? mid_qk(KIND, 128, args) : mid_qk(KIND, args.query->dim, args);

@@ -1,5 +1,5 @@
-/* avx512_weights.h - weights of a page for integer V, relative to the row's largest weight in it: two limbs (128 * hi +
- * lo, both in 0..127), or coarse: hi alone, 0..255. */
+/* avx512_weights.h - softmax weights of a page as integers, for integer V, relative to the row's largest weight in the
+ * page: two limbs (128 * hi + lo, both in 0..127), or coarse: hi only, 0..255. */
 #ifndef KVC_AVX512_WEIGHTS_H
 #define KVC_AVX512_WEIGHTS_H
 
@@ -11,7 +11,7 @@ typedef struct weights {
     int32_t sum[KVC_ROWS];
 } weights;
 
-/* Where a row's digits go: row r at r * stride. */
+/* Destination of the digits; row r is at r * stride. */
 typedef struct digits_of {
     uint8_t *hi, *lo;
     int64_t stride;
@@ -19,21 +19,22 @@ typedef struct digits_of {
     int32_t *sum;
 } digits_of;
 
-/* p * scale of 16 tokens from t0; tokens from n on give 0 whatever their scale holds. */
+/* p * scale of 16 tokens from t0. Tokens from n on give 0, whatever their scale holds. */
 INLINE __m512 kvc_scaled(const float *p, const uint8_t *meta, int64_t t0, int64_t n)
 {
     __mmask16 stored = (__mmask16)(n - t0 >= 16 ? 0xffffu : (1u << (n - t0)) - 1);
     return _mm512_maskz_mul_ps(stored, _mm512_loadu_ps(p + t0), kvc_scales(meta, t0));
 }
 
-/* 16 weights as integers -> their digits. */
+/* Stores the digits of 16 integer weights. */
 INLINE void kvc_store_digits(__m512i z, bool coarse, uint8_t *hi, uint8_t *lo)
 {
     _mm_store_si128((__m128i *)hi, _mm512_cvtepi32_epi8(coarse ? z : _mm512_srli_epi32(z, 7)));
     if (!coarse) _mm_store_si128((__m128i *)lo, _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
 }
 
-/* Weights times scales of NR rows side by side, so that their chains of operations overlap and reductions are one. */
+/* Weights times scales of NR rows. The rows are interleaved so that their dependency chains overlap and one reduction
+ * serves all. */
 INLINE void weigh_rows(int NR, const float *p, int64_t ld, const uint8_t *meta, int64_t n, bool coarse, digits_of to)
 {
     _Alignas(64) float x[4][KVC_MAX_PAGE], factors[4], steps[4];
@@ -64,8 +65,9 @@ INLINE void weigh_rows(int NR, const float *p, int64_t ld, const uint8_t *meta, 
     EACH (r, NR) to.step[r] = steps[r], to.sum[r] = sums[r];
 }
 
-/* The same of a whole page of 64 tokens and four rows, which stay in registers; digits are packed, not stored 16 at a time.
- * PARTS 2: each half relative to its own largest weight, the second's steps to `second`, and no sums. */
+/* The same for a full page of 64 tokens and four rows, kept in registers, with all digits packed at once. PARTS = 2:
+ * each half is relative to its own largest weight; the steps of the second half are written to `second`, and there are
+ * no sums. */
 INLINE void weigh_page(int PARTS, const float *p, int64_t ld, const uint8_t *meta, bool coarse, digits_of to,
                        float *second)
 {
@@ -121,8 +123,8 @@ INLINE void weigh(const float *p, int64_t ld, int64_t rows, const uint8_t *meta,
     }
 }
 
-/* Weights p times scales [n], relative to the product of the largest of each (p's of row r: largest[r]), which spares a pass
- * and a reduction a row where there are many groups of scales. */
+/* Weights p times scales [n], relative to the product of the largest p of row r (largest[r]) and the largest scale.
+ * This saves a pass and a reduction per row if there are many groups of scales. */
 INLINE void weigh_rows_by(int NR, weights *w, const float *p, int64_t ld, int64_t n, const float *scales,
                           const float *largest, bool coarse)
 {

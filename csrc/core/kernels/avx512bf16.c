@@ -1,5 +1,5 @@
-/* avx512bf16.c - the avx512bf16 level: avx512 with BF16 and VBMI (Zen 4 and 5, Sapphire Rapids on), which bf16 and fp8 pages
- * go through. */
+/* avx512bf16.c - the avx512bf16 level: avx512 with BF16 and VBMI (Zen 4 and 5, Sapphire Rapids and later), used for
+ * bf16 and fp8 pages. */
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
@@ -7,7 +7,7 @@ KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,
 #include "levels.h"
 #include "mass.h"
 
-/* The first part is cut, not rounded: it must not overflow. */
+/* The first part is truncated, not rounded, so that it cannot overflow. */
 bool kvc_avx512bf16_halves(const kvc_query_form *form, int64_t rows, int64_t dim)
 {
     __m512i any = _mm512_setzero_si512();

@@ -1,10 +1,11 @@
-/* avx512bf16.h - what the files with products of bf16 share: fp8 codes and weights as bf16. Behind their target pragma. */
+/* avx512bf16.h - fp8 codes and softmax weights as bf16, shared by the files with bf16 products. Include after their
+ * target pragma. */
 #ifndef KVC_AVX512BF16_H
 #define KVC_AVX512BF16_H
 
 #include "avx512.h"
 
-/* bf16 of the positive code c: m / 2^M of its leading bit where the exponent is 0. */
+/* bf16 of the positive code c. Subnormals (exponent 0) are normalized: m / 2^M of the leading bit. */
 #define E4M3(c) ((c) >= 8 ? (((c) >> 3) + 120) << 7 | ((c) & 7) << 4 : TINY((c), 118))
 #define E5M2(c) ((c) >= 4 ? (((c) >> 2) + 112) << 7 | ((c) & 3) << 5 : TINY((c), 111))
 #define TINY(m, e)                                                                                                     \
@@ -34,8 +35,7 @@ INLINE fp8_table fp8_load_table(int e5m2)
     return x;
 }
 
-/* Of every four lanes, a gets the codes of lanes 0 and 1 (their first and second two bytes in lanes of their own), b those
- * of lanes 2 and 3. */
+/* For every four lanes: a gets the codes of lanes 0 and 1 (two bytes per lane), b those of lanes 2 and 3. */
 INLINE void fp8_to_bf16(const fp8_table *x, __m512i w, __m512i *a, __m512i *b)
 {
     __m512i upper = _mm512_permutex2var_epi8(x->upper[0], w, x->upper[1]);
@@ -45,14 +45,14 @@ INLINE void fp8_to_bf16(const fp8_table *x, __m512i w, __m512i *a, __m512i *b)
     *b = _mm512_unpackhi_epi8(lower, upper);
 }
 
-/* Of a and b as fp8_to_bf16 makes them, in order: the first half of every lane (0), the second (1). */
+/* Restores the order of fp8_to_bf16's a and b: the first (0) or second (1) half of every lane. */
 INLINE __m512i fp8_half(int second, __m512i a, __m512i b)
 {
     const __m512i first = _mm512_setr_epi32(0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30);
     return _mm512_permutex2var_epi32(a, _mm512_or_si512(first, _mm512_set1_epi32(second)), b);
 }
 
-/* 16 weights from p (times scale, where meta is given), 0 from token n on, as bf16 and what that leaves. */
+/* 16 weights from p (times scale, if meta is given; 0 from token n on) as bf16, and the remainders. */
 INLINE void bf16_split(const float *p, const uint8_t *meta, int64_t t, int64_t n, uint16_t *half, uint16_t *rest)
 {
     __mmask16 stored = (__mmask16)(n - t >= 16 ? 0xffffu : (1u << (n - t)) - 1);

@@ -1,16 +1,17 @@
-/* avx512bf16_floats.c - bf16 and fp8 pages by vdpbf16ps: pairs of bf16, products exact, sums fp32. q and p are one bf16, or
- * two (the second what the first leaves) where one is not exact; an fp8 code becomes its bf16, exact, subnormals included.
+/* avx512bf16_floats.c - bf16 and fp8 pages with vdpbf16ps: products of pairs of bf16 are exact, sums are fp32. q and p
+ * are one bf16 each, or two if one is not exact (the second is the remainder of the first). fp8 codes are converted to
+ * bf16, exactly, including subnormals.
  *
- *   per 64 bytes and query row    K                          V                               shared
- *   raw_bf16   1 vdpbf16ps, or 2 if q is no bf16             1 vdpbf16ps (output bf16), or 2  -
- *   fp8        2 vdpbf16ps, or 4                             2 vdpbf16ps, or 4                2 vpermi2b, 1 vpternlogd, 2 vpunpck
- */
+ *   per 64 bytes and query row    K                                   V                                   shared
+ *   raw_bf16                      1 vdpbf16ps, 2 if q is not bf16     1 vdpbf16ps (bf16 output), else 2   -
+ *   fp8                           2 vdpbf16ps, or 4                   2 vdpbf16ps, or 4                   2 vpermi2b,
+ *                                                                                  1 vpternlogd, 2 vpunpck */
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
 #include "avx512bf16.h"
 
-/* The sums of the two halves of each lane, in order. */
+/* Adds the two halves of each lane, in order. */
 INLINE __m512 join(__m512 a, __m512 b)
 {
     __m512i x = _mm512_castps_si512(a), y = _mm512_castps_si512(b);
@@ -112,7 +113,7 @@ typedef struct weights {
     _Alignas(64) uint16_t half[KVC_ROWS][KVC_MAX_PAGE], rest[KVC_ROWS][KVC_MAX_PAGE];
 } weights;
 
-/* p (times scale, where meta is given) as bf16, and what that leaves; 0 from token n on. */
+/* p (times scale, if meta is given; 0 from token n on) as bf16, and the remainders. */
 INLINE void split(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n)
 {
     for (int64_t t = 0; t < n; t += KVC_TILE)
@@ -121,7 +122,7 @@ INLINE void split(weights *w, const float *p, int64_t ld, int64_t rows, const ui
 
 INLINE void add_to(float *o, __m512 x) { _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), x)); }
 
-/* NC blocks of 16 dims from d0. Past the last of n tokens the upper half of a word may hold anything (NaN). */
+/* NC blocks of 16 dims from d0. If n is odd, the upper half of the last word may hold anything (NaN). */
 INLINE void bf16_dims(int PARTS, int NR, int NC, kvc_pv_args args, const weights *w, int64_t d0)
 {
     const uint8_t *line = args.tiles + d0 * ((args.n + 1) / 2 * 4); /* to prefetch */

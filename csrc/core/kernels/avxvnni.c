@@ -1,11 +1,11 @@
-/* avxvnni.c - the avxvnni level: avx2, with integer codes by vpdpbusd (Alder Lake and later, which have no AVX-512).
- *
- *   per 32 bytes of K or V and row     shared by the rows
- *   int8      2 vpdpbusd, 1 vpbroadcastd   -          (avx2: 4, 2; 2)
- *   int4      4, 2; one limb 2, 1          6; 3       (8, 2; 7. One limb 5; 3)
- *   int2      8, 4; one limb 4, 2          14; 7      (16, 4; 15. One limb 9; 7)
- *   int4_lloyd: int4 and 2 vpshufb shared a pass; int3: int2 and 40 and 32 bytes more for 64
- * Integer sums are exact: the same scores as on every level. */
+/* avxvnni.c - the avxvnni level: avx2, with vpdpbusd for integer codes (Alder Lake and later, without AVX-512). Integer
+ * sums are exact, so scores equal those of every level. Instructions per 32 bytes of K or V and row, plus those shared
+ * by the rows (in parentheses: avx2):
+ *    int8       2 vpdpbusd, 1 vpbroadcastd (4, 2 + 2)
+ *    int4       4, 2 + 6 (8, 2 + 7); one limb 2, 1 + 3 (5 + 3)
+ *    int2       8, 4 + 14 (16, 4 + 15); one limb 4, 2 + 7 (9 + 7)
+ *    int4_lloyd as int4, and 2 vpshufb shared per pass
+ *    int3       as int2 + 40, and 32 bytes more per 64 */
 #include "levels.h"
 #ifdef KVC_HAS_AVXVNNI
 #include "target.h"
@@ -77,7 +77,7 @@ INLINE void pv(int KIND, const kvc_pv_args *args)
     bool coarse = KIND != 8 && args->digits == KVC_P_BYTE;
     to_integers(&w, args->p, args->ld, args->rows, args->meta, args->n, coarse ? 255 : KVC_P_LIMIT);
     if (coarse) {
-        if (KIND == KVC_LLOYD4) memset(w.sum, 0, sizeof w.sum); /* levels are signed there */
+        if (KIND == KVC_LLOYD4) memset(w.sum, 0, sizeof w.sum); /* levels are signed here */
 #define CALL(NR, N) value_dims(KIND, KIND != 8, NR, N, args, &w, at)
         KVC_BY_ROWS(CALL, args->rows, args->dim, 16, 4, 2, 1)
 #undef CALL

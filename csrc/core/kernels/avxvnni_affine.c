@@ -11,10 +11,10 @@ KVC_TARGET("avx2,fma,f16c")
 #include "avxvnni_ints.h"
 
 INLINE float sum_of(vf x) { return kvc_sum(_mm256_add_ps(x.a, x.b)); }
-/* Of numbers that are not negative. */
+/* For non-negative numbers. */
 INLINE float most_of(vf x) { return kvc_grown(_mm256_castps_si256(_mm256_max_ps(x.a, x.b))); }
 
-/* Sum of the integers that stand for q's dims [d, d + n). */
+/* Sum of the integers of q's dims [d, d + n). */
 INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int64_t d, int64_t n)
 {
     if (n == dim) return f->sum[row];
@@ -31,7 +31,7 @@ INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_q
     const uint8_t *k = x->words + tile0 * (KVC_TILE * dim * BITS / 8);
     __m256 out[4][4][2]; /* tokens 0-7, 8-15 */
     EACH (r, NR)
-        EACH (t, NT) out[r][t][0] = out[r][t][1] = _mm256_setzero_ps(); /* in steps of the row */
+        EACH (t, NT) out[r][t][0] = out[r][t][1] = _mm256_setzero_ps(); /* in units of the row's step */
     for (int64_t g = 0, j = 0; j < dim; g++) {
         __m256i dots[4][4][2];
         int32_t start[4];

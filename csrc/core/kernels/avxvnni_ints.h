@@ -1,16 +1,18 @@
-/* avxvnni_ints.h - products of integer codes with q (K) and with weights (V) by vpdpbusd on 32 bytes: unsigned codes times
- * signed limbs. Behind KVC_LIMBS and avx2.h. KIND (the bits of a code, or KVC_LLOYD4), NR (rows) and NT, NC (tiles, blocks of 16
- * dims) are constants where inlined.
+/* avxvnni_ints.h - products of integer codes with q (K) and with weights (V), by vpdpbusd on 32 bytes: unsigned codes
+ * times signed limbs. Include after defining KVC_LIMBS and after avx2.h. KIND (bits per code, or KVC_LLOYD4), NR (rows)
+ * and NT, NC (tiles, blocks of 16 dims) are compile-time constants once inlined.
  *
- * Two limbs are two passes over the same codes, which are in L1 then: the sum of the upper ones is shifted up and goes on with
- * the lower ones, so that four rows and 16 tokens (or dims) take 8 of 16 registers, and a limb in all lanes is used twice.
- * Per 32 bytes, row and pass: 8 / bits vpdpbusd, half as many vpbroadcastd. Sums are exact. */
+ * Two limbs take two passes over the same codes, which are in L1 the second time: the sum of the upper limbs is shifted
+ * up and the lower ones are added to it. So four rows and 16 tokens (or dims) need only 8 of the 16 registers, and each
+ * broadcast limb is used twice. Per 32 bytes, row and pass: 8 / bits vpdpbusd and half as many vpbroadcastd. Sums are
+ * exact. */
 #ifndef KVC_AVXVNNI_INTS_H
 #define KVC_AVXVNNI_INTS_H
 
 #include "avx2_weights.h"
 
-/* CPUs with AVX512-VNNI alone have the instruction in that set's encoding: for tests (KVCOMPRESS_AVXVNNI_MODEL of setup.py). */
+/* CPUs that have AVX512-VNNI but not AVX-VNNI can run the EVEX encoding, for tests (KVCOMPRESS_AVXVNNI_MODEL in
+ * setup.py). */
 #ifdef KVC_AVXVNNI_MODEL
 #define VPDPBUSD "vpdpbusd"
 #else
@@ -24,7 +26,7 @@ INLINE __m256i kvc_dp(__m256i sum, __m256i a, __m256i b)
     return sum;
 }
 
-/* Plane p of the codes in w, one a byte; of Lloyd's the levels and 128. */
+/* Plane p of the codes in w, one per byte. Lloyd-Max codes are replaced by their levels plus 128. */
 INLINE __m256i kvc_bytes(int KIND, int p, kvc_words w)
 {
     if (KIND == 8) return w.low;
@@ -33,7 +35,8 @@ INLINE __m256i kvc_bytes(int KIND, int p, kvc_words w)
     return _mm256_shuffle_epi8(kvc_lloyd_levels(), x);
 }
 
-/* dot[r][t] += sum over words [j0, j1) of dims of codes * q, of tokens 0-7 and 8-15 of a tile; q of row r at r * dim. */
+/* dot[r][t] += sum over words [j0, j1) of dims of codes * q, for tokens 0-7 and 8-15 of a tile. q of row r is at r *
+ * dim. */
 INLINE void key_pass(int KIND, int NR, int NT, const uint8_t *tiles, int64_t dim, int64_t j0, int64_t j1,
                      const int8_t *q, ptrdiff_t ahead, __m256i dot[4][4][2])
 {
@@ -56,7 +59,7 @@ INLINE void key_pass(int KIND, int NR, int NT, const uint8_t *tiles, int64_t dim
         }
 }
 
-/* dot = products with 128 * hi + lo, or with one limb of products with hi, less offset[r] (NULL: 0). */
+/* dot = products with 128 * hi + lo, or with hi for one limb, minus offset[r] (NULL: 0). */
 INLINE void kvc_key_dots(int KIND, int LIMBS, int NR, int NT, const uint8_t *tiles, int64_t dim, int64_t j0, int64_t j1,
                          const int8_t *hi, const int8_t *lo, const int32_t *offset, ptrdiff_t ahead,
                          __m256i dot[4][4][2])
@@ -73,9 +76,9 @@ INLINE void kvc_key_dots(int KIND, int LIMBS, int NR, int NT, const uint8_t *til
     key_pass(KIND, NR, NT, tiles, dim, j0, j1, lo, 0, dot);
 }
 
-/* dot[r][c] += sum over n tokens of codes * weights of 16 dims from d0 + 16 * c on; n up to a multiple of 16, where weights are
- * 0. Coarse weights have 8 bits and are the unsigned operand: codes of fewer bits fit the signed one, and levels less their
- * 128. */
+/* dot[r][c] += sum over n tokens of codes * weights for 16 dims from d0 + 16 * c on. n is rounded up to a multiple of
+ * 16; the weights there are 0. Coarse weights have 8 bits and are the unsigned operand; codes of fewer bits, and
+ * Lloyd-Max levels without their 128, fit the signed one. */
 INLINE void value_pass(int KIND, bool COARSE, int NR, int NC, const uint8_t *tiles, int64_t dim, int64_t n, int64_t d0,
                        const uint8_t w[][KVC_MAX_PAGE], ptrdiff_t ahead, __m256i dot[4][4][2])
 {

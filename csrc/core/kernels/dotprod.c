@@ -1,5 +1,5 @@
-/* dotprod.c - the dotprod level (Armv8.2 with FEAT_DotProd: Neoverse N1, Apple M1, Cortex-A55 and A76 on): SDOT, four
- * products of bytes to a lane. Floats are neon's. */
+/* dotprod.c - the dotprod level (Armv8.2 with FEAT_DotProd: Neoverse N1, Apple M1, Cortex-A55 and A76 and later): SDOT,
+ * four byte products per lane. Floats as in neon. */
 #include "levels.h"
 #ifdef KVC_HAS_DOTPROD
 #include "target.h"

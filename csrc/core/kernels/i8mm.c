@@ -1,5 +1,5 @@
-/* i8mm.c - the i8mm level (Armv8.6 or FEAT_I8MM: Neoverse V1, V2 and N2, Apple M2 on): USMMLA, sixteen products of
- * bytes to a pair of lanes, takes codes as they are stored, unsigned. All of these have BF16 too: i8mm_floats.c. */
+/* i8mm.c - the i8mm level (Armv8.6 or FEAT_I8MM: Neoverse V1, V2 and N2, Apple M2 and later): USMMLA, sixteen byte
+ * products per pair of lanes, takes the unsigned codes as stored. All of these CPUs have BF16, too: i8mm_floats.c. */
 #include "levels.h"
 #ifdef KVC_HAS_DOTPROD
 #include "target.h"

@@ -1,22 +1,23 @@
-/* i8mm_floats.c - bf16 and e4m3 pages by BFMMLA: sums [2][2] += [2][4] . columns [2][4] of bf16, sums fp32. Two rows of q (or of
- * weights) are the columns; one bf16 each, or two (the second what the first leaves) where one is not exact. An e4m3 code
- * becomes its bf16, exact, subnormals included.
+/* i8mm_floats.c - bf16 and e4m3 pages with BFMMLA: sums [2][2] += [2][4] . columns [2][4] of bf16, fp32 sums. The
+ * columns are two rows of q (or of weights), one bf16 each, or two if one is not exact (the second is the remainder of
+ * the first). e4m3 codes are converted to bf16, exactly, including subnormals.
  *
  *   per 16 bytes and row    products                                                          shared by the rows
- *   raw_bf16   half a BFMMLA, twice as many if q is no bf16 or the output (V)   a zip
- *   fp8_e4m3   one BFMMLA, or two                                               9: shifts, 3 look-ups, 2 zips */
+ *   raw_bf16   half a BFMMLA, twice as many if q or the output (V) is not bf16                a zip
+ *   fp8_e4m3   one BFMMLA, or two                                                             9: shifts, 3 lookups,
+ * 2 zips */
 #include "levels.h"
 #ifdef KVC_HAS_DOTPROD
 #include "target.h"
 KVC_TARGET("arch=armv8.2-a+dotprod+i8mm+bf16")
 #include "neon.h"
 
-/* Columns of two rows lie side by side: [KVC_ROWS][4] for each four dims of q, or four tokens of a page. */
+/* Columns of two rows are adjacent: [KVC_ROWS][4] for each four dims of q, or four tokens of a page. */
 #define COLUMNS (4 * KVC_ROWS)
 
 typedef struct e4m3 {
     uint8x16_t upper, tiny,
-        tiny_lower; /* upper bytes of codes by their upper nibble; of codes with an exponent of 0, by 2m + sign */
+        tiny_lower; /* upper bytes by the upper nibble of a code; for codes with exponent 0, by 2m + sign */
 } e4m3;
 
 INLINE e4m3 tables(void)
@@ -27,7 +28,7 @@ INLINE e4m3 tables(void)
     return (e4m3){vld1q_u8(upper), vld1q_u8(tiny), vld1q_u8(lower)};
 }
 
-/* Four lanes as two registers of two, four bf16 a lane: of a word of e4m3, or of words a and b of bf16. */
+/* Four lanes as two registers of two lanes with four bf16 each: from a word of e4m3, or from words a and b of bf16. */
 INLINE void operands(int FP8, const e4m3 *x, uint8x16_t a, uint8x16_t b, uint8x16_t to[2])
 {
     if (!FP8) {
@@ -35,21 +36,21 @@ INLINE void operands(int FP8, const e4m3 *x, uint8x16_t a, uint8x16_t b, uint8x1
         to[1] = vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
         return;
     }
-    uint8x16_t turned = vsriq_n_u8(vshlq_n_u8(a, 1), a, 7); /* below 16 where the exponent is 0 */
+    uint8x16_t turned = vsriq_n_u8(vshlq_n_u8(a, 1), a, 7); /* below 16 if the exponent is 0 */
     uint8x16_t upper = vqtbx1q_u8(vqtbl1q_u8(x->upper, vshrq_n_u8(a, 4)), x->tiny, turned);
     uint8x16_t lower = vqtbx1q_u8(vshlq_n_u8(a, 4), x->tiny_lower, turned);
     to[0] = vzip1q_u8(lower, upper);
     to[1] = vzip2q_u8(lower, upper);
 }
 
-/* Columns of NR rows at `at` of q or weights and of what they leave: y[part][pair of rows]. */
+/* Loads the columns of NR rows at `at` of q or the weights, and of the remainders: y[part][pair of rows]. */
 INLINE void load_columns(int PARTS, int NR, const uint16_t *const part[2], int64_t at, bfloat16x8_t y[2][2])
 {
     EACH (k, PARTS)
         EACH (i, (NR + 1) / 2) y[k][i] = vreinterpretq_bf16_u16(vld1q_u16(part[k] + at + 8 * i));
 }
 
-/* sum[i] += two lanes a register . columns of rows 2i, 2i + 1. */
+/* sum[i] += two lanes per register . columns of rows 2i, 2i + 1. */
 INLINE void multiply(int PARTS, int NR, const uint8x16_t x[2], bfloat16x8_t y[2][2], float32x4_t sum[2][2])
 {
     EACH (k, PARTS)
@@ -92,7 +93,7 @@ INLINE void key_halves(int FP8, int PARTS, int NR, int NH, kvc_qk_args args, con
     const float unit = f->unit;
     const uint8_t *from[8];
     float32x4_t sum[8][2][2];
-    if (half0 % 2) args.ahead = 0; /* a line once */
+    if (half0 % 2) args.ahead = 0; /* prefetch each line once */
     EACH (v, 2 * NH) {
         int64_t half = half0 + v / 2;
         from[v] = args.tiles + half / 2 * four * dim / 4 + half % 2 * 32 + v % 2 * 16;
@@ -142,7 +143,7 @@ typedef struct split_weights {
     uint16_t half[KVC_ROWS * KVC_MAX_PAGE], rest[KVC_ROWS * KVC_MAX_PAGE];
 } split_weights;
 
-/* p (times scale, where meta is given) as bf16, and what that leaves; 0 from token n on. */
+/* p (times scale, if meta is given; 0 from token n on) as bf16, and the remainders. */
 INLINE void split(split_weights *w, int parts, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n)
 {
     for (int64_t t = 0; t < n; t += 4) {
@@ -160,7 +161,7 @@ INLINE void split(split_weights *w, int parts, const float *p, int64_t ld, int64
     }
 }
 
-/* Words of bf16 that hold the first `left` of four tokens: the others may be anything (NaN). */
+/* Clears all but the first `left` of the four tokens in words of bf16: the others may hold anything (NaN). */
 INLINE void keep_first(int64_t left, uint8x16_t *a, uint8x16_t *b)
 {
     const uint8x16_t lower = vreinterpretq_u8_u32(vdupq_n_u32(0xffff)), none = vdupq_n_u8(0);
@@ -168,7 +169,7 @@ INLINE void keep_first(int64_t left, uint8x16_t *a, uint8x16_t *b)
     *b = left == 3 ? vandq_u8(*b, lower) : none;
 }
 
-/* Four tokens at `from`, of which `left` are there. */
+/* Adds the four tokens at `from`, of which `left` exist. */
 INLINE void add_tokens(int FP8, int PARTS, int NR, int NC, const e4m3 *table, const uint8_t *from, int64_t word,
                        ptrdiff_t ahead, bfloat16x8_t y[2][2], int64_t left, float32x4_t sum[8][2][2])
 {
@@ -190,7 +191,7 @@ INLINE void value_halves(int FP8, int PARTS, int NR, int NC, kvc_pv_args args, c
     const uint8_t *from = args.tiles + 4 * d0;
     bfloat16x8_t y[2][2];
     float32x4_t sum[8][2][2];
-    if (d0 % 16) args.ahead = 0; /* a line once */
+    if (d0 % 16) args.ahead = 0; /* prefetch each line once */
     EACH (i, (NR + 1) / 2)
         EACH (v, 2 * NC) sum[v][i][0] = sum[v][i][1] = vdupq_n_f32(0);
     for (; FP8 ? t < args.n : t + 4 <= args.n; t += 4, from += FP8 ? word : 2 * word) {

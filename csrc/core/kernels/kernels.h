@@ -1,5 +1,5 @@
-/* kernels.h - codec kernels of the level tables (see kvc_kernels in dispatch.h). Arguments must pass kvc_format_check:
- * dim is a multiple of 16 up to KVC_MAX_DIM. */
+/* kernels.h - the codec kernels in the tables of the levels (see kvc_kernels in dispatch.h). Arguments must pass
+ * kvc_format_check: dim is a multiple of 16 up to KVC_MAX_DIM. */
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H
 

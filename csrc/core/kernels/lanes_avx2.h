@@ -1,4 +1,5 @@
-/* lanes_avx2.h - 16 lanes of fp32 (vf) or of 32 bits (vi) for tile.h: two ymm. Behind the level's target pragma. */
+/* lanes_avx2.h - 16 lanes of fp32 (vf) or 32-bit integers (vi) for tile.h, as two ymm registers. Include after the
+ * level's target pragma. */
 #ifndef KVC_LANES_AVX2_H
 #define KVC_LANES_AVX2_H
 
@@ -13,7 +14,7 @@ typedef struct vf {
 typedef struct vi {
     __m256i a, b;
 } vi;
-typedef vi vm; /* all ones: yes */
+typedef vi vm; /* mask: all ones for true */
 
 #define BOTH(type, x, y) ((type){x, y})
 #define FLOAT1(name, f)                                                                                                \
@@ -36,17 +37,17 @@ FLOAT2(f_mul, _mm256_mul_ps)
 FLOAT2(f_div, _mm256_div_ps)
 FLOAT1(f_sqrt, _mm256_sqrt_ps)
 FLOAT1(f_floor, _mm256_floor_ps)
-/* a < b ? a : b, a > b ? a : b: b where they are equal or one is NaN. */
+/* a < b ? a : b, a > b ? a : b. The result is b if they are equal or one is NaN. */
 FLOAT2(f_min, _mm256_min_ps)
 FLOAT2(f_max, _mm256_max_ps)
 INLINE vf f_fma(vf x, vf y, vf z) { return BOTH(vf, _mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)); }
-/* x - y by the units that multiply, where additions keep the others busy. */
+/* x - y by a fused multiply-add, where the units for additions are busy. */
 INLINE vf f_minus(vf x, vf y)
 {
     __m256 one = _mm256_set1_ps(1);
     return BOTH(vf, _mm256_fnmadd_ps(y.a, one, x.a), _mm256_fnmadd_ps(y.b, one, x.b));
 }
-/* x into [-most, most]. */
+/* Clamps x to [-most, most]. */
 INLINE vf f_within(vf x, float most) { return f_min(f_max(x, f_all(-most)), f_all(most)); }
 INLINE vf f_abs(vf x)
 {
@@ -74,7 +75,7 @@ INLINE void i_store(void *p, vi x)
     _mm256_storeu_si256(to, x.a);
     _mm256_storeu_si256(to + 1, x.b);
 }
-/* Past the caches, to 64-byte aligned p. */
+/* Non-temporal store; p is 64-byte aligned. */
 INLINE void i_stream(void *p, vi x)
 {
     __m256i *to = p;
@@ -98,13 +99,13 @@ INLINE vi i_pick(vm m, vi yes, vi no)
 }
 INLINE vf f_pick(vm m, vf yes, vf no) { return i_bits(i_pick(m, f_bits(yes), f_bits(no))); }
 INLINE int i_any(vi x) { return !_mm256_testz_si256(x.a, x.a) || !_mm256_testz_si256(x.b, x.b); }
-/* mask ? a : b, bit by bit. */
+/* mask ? a : b, bitwise. */
 INLINE vi i_mix(vi mask, vi x, vi y)
 {
     return i_or(i_and(mask, x), BOTH(vi, _mm256_andnot_si256(mask.a, y.a), _mm256_andnot_si256(mask.b, y.b)));
 }
 
-INLINE __m256 table8(const float *t, __m256i x) /* bit 3 chooses the half */
+INLINE __m256 table8(const float *t, __m256i x) /* bit 3 selects the half */
 {
     __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(t), x);
     __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(t + 8), x);
@@ -125,7 +126,7 @@ INLINE vf h_wide(__m256i x)
     return BOTH(vf, _mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1)));
 }
 
-/* fp16: 16 at p; in the low and high halves of words; a in the low halves. */
+/* fp16 to fp32: 16 at p; the low or high halves of words. h_of: fp32 to fp16 in the low halves. */
 INLINE vf h_load(const void *p) { return h_wide(_mm256_loadu_si256(p)); }
 INLINE vf h_low(vi x) { return h_wide(words16(x)); }
 INLINE vf h_high(vi x) { return h_low(i_right(x, 16)); }
@@ -135,7 +136,7 @@ INLINE vi h_of(vf x)
                 _mm256_cvtepu16_epi32(_mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT)));
 }
 
-/* The low 16, 8 bits of each lane at p, and back. */
+/* Stores or loads the low 16 (8) bits of each lane. */
 INLINE void i_store16(void *p, vi x) { _mm256_storeu_si256(p, words16(x)); }
 INLINE void i_store8(void *p, vi x)
 {
@@ -148,14 +149,14 @@ INLINE vi i_load8(const void *p)
     return BOTH(vi, _mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8)));
 }
 
-/* t[byte] for each byte below 16. */
+/* t[byte] for each byte, all below 16. */
 INLINE vi i_look_up(const uint8_t *t, vi x)
 {
     __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)t));
     return BOTH(vi, _mm256_shuffle_epi8(table, x.a), _mm256_shuffle_epi8(table, x.b));
 }
 
-/* Bytes of each group of four lanes as a 4 x 4 matrix, transposed. */
+/* Transposes the bytes of each group of four lanes as a 4 x 4 matrix. */
 INLINE vi i_turn(vi x)
 {
     __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
@@ -164,7 +165,7 @@ INLINE vi i_turn(vi x)
 
 #define HALVES(x, y, which) _mm256_permute2x128_si256(x, y, which)
 
-/* v as a 4 x 4 matrix of groups of four lanes, transposed. */
+/* Transposes v as a 4 x 4 matrix of groups of four lanes. */
 INLINE void i_quarters(vi *v)
 {
     vi w[4] = {{HALVES(v[0].a, v[1].a, 0x20), HALVES(v[2].a, v[3].a, 0x20)},
@@ -174,7 +175,7 @@ INLINE void i_quarters(vi *v)
     for (int i = 0; i < 4; i++) v[i] = w[i];
 }
 
-/* 16 x 16 lanes transposed: within groups of four, then the groups. */
+/* Transposes 16 x 16 lanes: first within groups of four, then the groups. */
 INLINE void i_transpose(vi *v)
 {
     vi w[16];
@@ -194,7 +195,7 @@ INLINE void i_transpose(vi *v)
         INTERLEAVE(b)
 #undef INTERLEAVE
     }
-    for (int k = 0; k < 4; k++) { /* w[4k ..]: lane 4g + k of 16 rows, to v[4g + k] */
+    for (int k = 0; k < 4; k++) { /* w[4k ..] holds lane 4g + k of 16 rows; moved to v[4g + k] */
         i_quarters(w + 4 * k);
         for (int g = 0; g < 4; g++) v[4 * g + k] = w[4 * k + g];
     }

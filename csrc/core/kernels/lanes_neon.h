@@ -1,4 +1,4 @@
-/* lanes_neon.h - 16 lanes of fp32 (vf) or of 32 bits (vi) for tile.h and affine.h: four registers of NEON. */
+/* lanes_neon.h - 16 lanes of fp32 (vf) or 32-bit integers (vi) for tile.h and affine.h, as four NEON registers. */
 #ifndef KVC_LANES_NEON_H
 #define KVC_LANES_NEON_H
 
@@ -13,7 +13,7 @@ typedef struct vf {
 typedef struct vi {
     uint32x4_t x[4];
 } vi;
-typedef vi vm; /* all ones: yes */
+typedef vi vm; /* mask: all ones for true */
 
 #define OF_FOUR(type, expression)                                                                                      \
     type to_;                                                                                                          \
@@ -37,11 +37,11 @@ FLOAT2(f_mul, vmulq_f32)
 FLOAT2(f_div, vdivq_f32)
 INLINE vf f_sqrt(vf a) { OF_FOUR(vf, vsqrtq_f32(a.x[i])); }
 INLINE vf f_floor(vf a) { OF_FOUR(vf, vrndmq_f32(a.x[i])); }
-/* a < b ? a : b, a > b ? a : b: b where they are equal or one is NaN, which FMIN and FMAX have otherwise. */
+/* a < b ? a : b, a > b ? a : b. The result is b if they are equal or one is NaN, unlike FMIN and FMAX. */
 INLINE vf f_min(vf a, vf b) { OF_FOUR(vf, vbslq_f32(vcltq_f32(a.x[i], b.x[i]), a.x[i], b.x[i])); }
 INLINE vf f_max(vf a, vf b) { OF_FOUR(vf, vbslq_f32(vcgtq_f32(a.x[i], b.x[i]), a.x[i], b.x[i])); }
 INLINE vf f_fma(vf a, vf b, vf c) { OF_FOUR(vf, vfmaq_f32(c.x[i], a.x[i], b.x[i])); }
-/* a into [-most, most]. */
+/* Clamps a to [-most, most]. */
 INLINE vf f_within(vf a, float most) { return f_min(f_max(a, f_all(-most)), f_all(most)); }
 INLINE vf f_abs(vf a) { OF_FOUR(vf, vabsq_f32(a.x[i])); }
 
@@ -62,7 +62,7 @@ INLINE void i_store(void *p, vi a)
 {
     for (int i = 0; i < 4; i++) vst1q_u8((uint8_t *)p + 16 * i, vreinterpretq_u8_u32(a.x[i]));
 }
-INLINE void i_stream(void *p, vi a) { i_store(p, a); } /* there are no stores past the caches that pay */
+INLINE void i_stream(void *p, vi a) { i_store(p, a); } /* non-temporal stores do not pay off here */
 INLINE void i_store_half(void *p, vi a)
 {
     for (int i = 0; i < 2; i++) vst1q_u8((uint8_t *)p + 16 * i, vreinterpretq_u8_u32(a.x[i]));
@@ -80,13 +80,13 @@ INLINE vi i_max(vi a, vi b)
 INLINE vi i_left(vi a, int64_t n) { OF_FOUR(vi, vshlq_u32(a.x[i], vdupq_n_s32((int32_t)n))); }
 INLINE vi i_right(vi a, int64_t n) { OF_FOUR(vi, vshlq_u32(a.x[i], vdupq_n_s32((int32_t)-n))); }
 INLINE vi i_keep(vm m, vi a) { return i_and(m, a); }
-/* mask ? a : b, bit by bit. */
+/* mask ? a : b, bitwise. */
 INLINE vi i_mix(vi mask, vi a, vi b) { OF_FOUR(vi, vbslq_u32(mask.x[i], a.x[i], b.x[i])); }
 INLINE vi i_pick(vm m, vi yes, vi no) { return i_mix(m, yes, no); }
 INLINE vf f_pick(vm m, vf yes, vf no) { return i_bits(i_mix(m, f_bits(yes), f_bits(no))); }
 INLINE int i_any(vi a) { return vmaxvq_u32(vorrq_u32(vorrq_u32(a.x[0], a.x[1]), vorrq_u32(a.x[2], a.x[3]))) != 0; }
 
-/* t[a & 15]: four bytes of a table of 64. */
+/* t[a & 15], as four bytes of a 64-byte table. */
 INLINE vf f_table(const float *t, vi a)
 {
     const uint8_t *p = (const uint8_t *)t;
@@ -100,14 +100,14 @@ INLINE vf f_table(const float *t, vi a)
     return to;
 }
 
-/* fp16: 16 at p; in the low and high halves of words; a in the low halves. */
+/* fp16 to fp32: 16 at p; the low or high halves of words. h_of: fp32 to fp16 in the low halves. */
 INLINE float32x4_t h_wide(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
 INLINE vf h_load(const void *p) { OF_FOUR(vf, h_wide(vreinterpret_u16_u8(vld1_u8((const uint8_t *)p + 8 * i)))); }
 INLINE vf h_low(vi a) { OF_FOUR(vf, h_wide(vmovn_u32(a.x[i]))); }
 INLINE vf h_high(vi a) { OF_FOUR(vf, h_wide(vshrn_n_u32(a.x[i], 16))); }
 INLINE vi h_of(vf a) { OF_FOUR(vi, vmovl_u16(vreinterpret_u16_f16(vcvt_f16_f32(a.x[i])))); }
 
-/* The low 16, 8 bits of each lane at p, and back. */
+/* Stores or loads the low 16 (8) bits of each lane. */
 INLINE uint16x8_t words16(vi a, int i) { return vcombine_u16(vmovn_u32(a.x[i]), vmovn_u32(a.x[i + 1])); }
 INLINE void i_store16(void *p, vi a)
 {
@@ -123,20 +123,20 @@ INLINE vi i_load8(const void *p)
                  vmovl_u16(vget_high_u16(high))}};
 }
 
-/* t[byte] for each byte below 16. */
+/* t[byte] for each byte, all below 16. */
 INLINE vi i_look_up(const uint8_t *t, vi a)
 {
     OF_FOUR(vi, vreinterpretq_u32_u8(vqtbl1q_u8(vld1q_u8(t), vreinterpretq_u8_u32(a.x[i]))));
 }
 
-/* Bytes of each group of four lanes as a 4 x 4 matrix, transposed. */
+/* Transposes the bytes of each group of four lanes as a 4 x 4 matrix. */
 INLINE vi i_turn(vi a)
 {
     static const uint8_t order[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     OF_FOUR(vi, vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(a.x[i]), vld1q_u8(order))));
 }
 
-/* v as a 4 x 4 matrix of groups of four lanes, transposed: registers change their names. */
+/* Transposes v as a 4 x 4 matrix of groups of four lanes; this only renames registers. */
 INLINE void i_quarters(vi *v)
 {
     for (int i = 0; i < 4; i++)
@@ -147,7 +147,7 @@ INLINE void i_quarters(vi *v)
         }
 }
 
-/* 16 x 16 lanes transposed: 4 x 4 blocks, then the blocks. */
+/* Transposes 16 x 16 lanes: first within 4 x 4 blocks, then the blocks. */
 INLINE void i_transpose(vi *v)
 {
     vi w[16];

@@ -1,12 +1,12 @@
-/* mass.h - weights of a page that are kept, and their sums over rows; compiled by every level behind its target
- * and what its files share.
- * Cost: for every register of weights a conversion and a store; back, a conversion and a multiply-add. */
+/* mass.h - storing the softmax weights of a page, and summing them over rows, for accumulated attention. Compiled by
+ * every level after its target and shared headers. Cost per register of weights: a conversion and a store; later a
+ * conversion and a multiply-add. */
 #ifndef KVC_MASS_H
 #define KVC_MASS_H
 
 #include "base/dispatch.h"
 #include "base/floats.h"
-/* A tile's weights. */
+/* Stores the weights of a tile. */
 #if defined(KVC_AVX512_H)
 typedef __m512 kvc_some;
 static inline kvc_some kvc_some_halves(const uint16_t *p)
@@ -108,7 +108,7 @@ static void kvc_mass_halves(const uint16_t *p, int64_t ld, int64_t rows, int64_t
     }
 }
 
-/* Rows in fours, so that a sum stays in its register. */
+/* Four rows at a time, so that the sum stays in a register. */
 static void kvc_mass_floats(const float *p, int64_t ld, int64_t rows, int64_t n16, const float *factor,
                             float *restrict to)
 {

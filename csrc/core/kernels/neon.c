@@ -1,4 +1,4 @@
-/* neon.c - what every level with NEON has in common: online softmax, limbs of q, weights as integers. */
+/* neon.c - shared by all NEON levels: online softmax, limbs of q, weights as integers. */
 #if defined(__aarch64__)
 #include "target.h"
 #include "base/floats.h"
@@ -6,7 +6,7 @@
 
 #include <float.h>
 
-/* tanh(x) = sign(x) * (1 - e) / (1 + e), e = exp(-2 |x|); an odd polynomial near 0, where that cancels. */
+/* tanh(x) = sign(x) * (1 - e) / (1 + e), e = exp(-2 |x|); near 0, where that cancels, an odd polynomial. */
 INLINE float32x4_t tanh_ps(float32x4_t x)
 {
     float32x4_t a = vabsq_f32(x), square = vmulq_f32(x, x), one = vdupq_n_f32(1), e = kvc_exp(vmulq_n_f32(a, -2));
@@ -18,14 +18,14 @@ INLINE float32x4_t tanh_ps(float32x4_t x)
     return vbslq_f32(vcltq_f32(a, vdupq_n_f32(.15f)), near, far);
 }
 
-/* All ones in the lanes of tokens t..t+3 that are visible. */
+/* Mask of the lanes of tokens t..t+3 that are visible. */
 INLINE uint32x4_t mask_of(const uint64_t *visible, int64_t t)
 {
     static const uint32_t bit[4] = {1, 2, 4, 8};
     return vtstq_u32(vdupq_n_u32((uint32_t)(visible[t / 64] >> (t % 64) & 15)), vld1q_u32(bit));
 }
 
-/* A visible NaN, and a largest score of +Inf, make the sum and the factor NaN. ALL: every token is visible. */
+/* If a visible score is NaN, or the largest is +Inf, the sum and the factor become NaN. ALL: every token is visible. */
 INLINE float softmax_row(bool ALL, float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
 {
     const float32x4_t none = vdupq_n_f32(-INFINITY);
@@ -35,9 +35,9 @@ INLINE float softmax_row(bool ALL, float *s, int64_t n16, const uint64_t *visibl
         if (softcap > 0) x = vmulq_n_f32(tanh_ps(vdivq_f32(x, vdupq_n_f32(softcap))), softcap);
         if (!ALL) x = vbslq_f32(mask_of(visible, t), x, none);
         if (!ALL || softcap > 0) vst1q_f32(s + t, x);
-        most = vmaxnmq_f32(x, most); /* passes over NaN */
+        most = vmaxnmq_f32(x, most); /* ignores NaN */
     }
-    float top = fmaxf(vmaxnmvq_f32(most), -FLT_MAX); /* -inf - -FLT_MAX is no NaN */
+    float top = fmaxf(vmaxnmvq_f32(most), -FLT_MAX); /* avoids -inf - -inf, which is NaN */
     if (!(top > *m + KVC_SLACK)) top = *m;
     for (int64_t t = 0; t < n16; t += 4) {
         float32x4_t x = kvc_exp(vsubq_f32(vld1q_f32(s + t), vdupq_n_f32(top)));
@@ -54,7 +54,7 @@ void kvc_neon_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uin
                       float softcap, float *m, float *l, float *keep)
 {
     for (int64_t r = 0; r < rows; r++) {
-        bool page = n16 == 64 && visible[r][0] == ~0ull && !(softcap > 0); /* a whole one, at decode */
+        bool page = n16 == 64 && visible[r][0] == ~0ull && !(softcap > 0); /* a full page at decode */
         keep[r] = page ? softmax_row(true, s + r * ld, 64, visible[r], 0, m + r, l + r)
                        : softmax_row(false, s + r * ld, n16, visible[r], softcap, m + r, l + r);
     }
@@ -70,7 +70,7 @@ void kvc_neon_factors(float *m, const float *lse, int64_t n)
     for (; i < n; i++) m[i] = vgetq_lane_f32(kvc_exp(vdupq_n_f32(fminf(m[i] - lse[i], 0))), 0);
 }
 
-/* Eight floats times factor as integers below 2^14; 0 of a factor of 0, NaN and Inf too. */
+/* Eight floats times factor as integers below 2^14. If factor is 0, the result is 0 even for NaN and Inf. */
 INLINE int16x8_t times_rounded(const float *x, float factor)
 {
     int32x4_t a = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x), factor));
@@ -78,13 +78,13 @@ INLINE int16x8_t times_rounded(const float *x, float factor)
     return vcombine_s16(vmovn_s32(a), vmovn_s32(b));
 }
 
-/* Sums of a row's integers, and those of q's other digits. */
+/* Sums of a row's integers, and of q's other digits. */
 typedef struct row_sums {
     int32_t all, low, rounded;
 } row_sums;
 
-/* Row r's numbers x [n] (n a multiple of 16, the largest magnitude `top`) as digits from `to` on: see neon.h. rounded: in
- * steps of 128, or NULL. */
+/* Stores row r's numbers x [n] (n a multiple of 16, largest magnitude `top`) as digits at `to`; see neon.h. rounded:
+ * the same in units of 128, or NULL. */
 INLINE row_sums put_digits(const float *x, int64_t n, float top, int64_t r, int8_t *to, int8_t *rounded, float *step)
 {
     int32x4_t total = vdupq_n_s32(0), ones = total, low = total;
@@ -111,9 +111,9 @@ void kvc_neon_limbs(const kvc_query_form *f, int64_t rows, int64_t dim)
     for (int64_t r = 0; r < rows; r++) {
         int64_t i = r % KVC_ROWS, row0 = r - i;
         const float *q = f->q + r * dim;
-        float32x4_t most = vdupq_n_f32(0); /* of NaN, NaN */
+        float32x4_t most = vdupq_n_f32(0); /* NaN if any is NaN */
         for (int64_t d = 0; d < dim; d += 4) most = vmaxq_f32(most, vabsq_f32(vld1q_f32(q + d)));
-        int8_t *one = f->one ? f->one + row0 * dim : NULL; /* affine.h wants none of the others */
+        int8_t *one = f->one ? f->one + row0 * dim : NULL; /* affine.h does not need one limb */
         row_sums sums = put_digits(q, dim, vmaxvq_f32(most), i, f->hi + 2 * row0 * dim, one, f->step + r);
         f->sum[r] = sums.all;
         if (one) f->low_sum[r] = sums.low, f->one_sum[r] = sums.rounded;
@@ -148,9 +148,9 @@ void kvc_neon_weigh(weights *w, const float *p, int64_t ld, int64_t rows, int64_
         kvc_widen(vreinterpretq_u16_u8(vld1q_u8(meta + 2 * t)), &a, &b);
         vst1q_f32(own + t, a), vst1q_f32(own + t + 4, b);
     }
-    for (int64_t t = n; meta && t < n16; t++) own[t] = 0; /* there it may be anything */
+    for (int64_t t = n; meta && t < n16; t++) own[t] = 0; /* the scales of missing tokens may hold anything */
     if (meta) scales = own;
-    if (n16 == 64) /* the usual page: loops of known length, and no memory between them */
+    if (n16 == 64) /* common page size: constant loop counts keep everything in registers */
         weigh(w, p, ld, rows, 64, scales);
     else
         weigh(w, p, ld, rows, n16, scales);

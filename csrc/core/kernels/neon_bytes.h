@@ -1,13 +1,13 @@
-/* neon_bytes.h - int8 pages: all rows' sums of a block of lanes (tokens of K, dims of V) stay in registers, as many as there
- * are, so that loads and the sums' beginnings and ends are shared by as many products as possible. Included by neon_ints.h.
+/* neon_bytes.h - int8 pages. The sums of all rows for a block of lanes (tokens of K, dims of V) stay in registers; the
+ * block is as large as fits, so that loads and the setup of sums are shared by many products. Included by neon_ints.h.
  *
- *   DOT    16 lanes, one limb after the other: per 64 bytes, limb and row 4 DOT; shared: a load, half a load of digits; of
- *          K's upper limb 4 to take the bias out
- *   MMLA   8 lanes, both limbs: per 64 bytes and row 4 MMLA; shared: 2 loads, half a load of digits, 4 zips */
+ *   DOT    16 lanes, one limb after the other. Per 64 bytes, limb and row 4 DOT; shared: a load, half a load of digits,
+ *          and for the upper limb of K 4 instructions that remove the bias
+ *   MMLA   8 lanes, both limbs. Per 64 bytes and row 4 MMLA; shared: 2 loads, half a load of digits, 4 zips */
 #ifndef KVC_NEON_BYTES_H
 #define KVC_NEON_BYTES_H
 
-/* Digits of all rows, where numbers 8i to 8i + 7 have theirs. */
+/* Loads the digits of numbers 8i to 8i + 7 of all rows. */
 INLINE void load_digits(int NR, const int8_t *digits, int8x16_t d[4])
 {
     if (NR == 4) {
@@ -18,20 +18,21 @@ INLINE void load_digits(int NR, const int8_t *digits, int8x16_t d[4])
     }
 }
 
-/* Lines of another page, if one is wanted. */
+/* Prefetches n lines of the next page, if there is one. */
 #define FETCH(n)                                                                                                       \
     if (fetch) {                                                                                                       \
         EACH (line, n) __builtin_prefetch(fetch + 64 * line, 0, 2);                                                    \
         fetch += 64 * (n);                                                                                             \
     }
-/* clang else counts offsets from one address, which loads of several registers do not take. */
+/* Hides an address from clang, which otherwise computes offsets from one base register; multi-register
+ * loads have none. */
 #define OPAQUE(address) __asm__("" : "+r"(address))
 
 #ifdef MMLA
 enum { BYTE_LANES = 8 };
 
-/* dot[r][v]: first[r] (of begin_with) and the products of n words (a multiple of STEP, which is 4 or 8) of 8 lanes, which lie `stride` bytes apart from `at`
- * on, and digits. Lines from `fetch` on are asked for, one for every two words. */
+/* dot[r][v] = first[r] (from begin_with) + products of n words (a multiple of STEP, which is 4 or 8) of 8 lanes with
+ * the digits. Words are `stride` bytes apart, from `at` on. Prefetches from `fetch` on, one line per two words. */
 INLINE void byte_dots(bool KEY, int STEP, int NR, const uint8_t *at, int64_t stride, int64_t n, const int8_t *digits,
                       const int32x4_t first[4], const uint8_t *fetch, int32x4_t dot[4][4])
 {
@@ -54,7 +55,7 @@ INLINE void byte_dots(bool KEY, int STEP, int NR, const uint8_t *at, int64_t str
                 EACH (r, NR) keys(sum[r][v], a[v], b[v], d[r]);
         }
     }
-    int32x4_t limb = vdupq_n_s32(128); /* a constant would be a shift and an addition */
+    int32x4_t limb = vdupq_n_s32(128); /* a constant would become a shift and an addition */
     __asm__("" : "+w"(limb));
     EACH (r, NR)
         EACH (v, 2) {
@@ -71,9 +72,9 @@ INLINE int32x4_t byte_first(bool KEY, const kvc_query_form *f, const int32_t *su
 #else
 enum { BYTE_LANES = 16 };
 
-/* Products of one word's codes. clang would have all codes of several words in registers before it multiplies, and sums on the
- * stack: each register's begin behind those of the one before. */
-#define ADD_WORD(MULTIPLY, codes, lane) /* which is a literal */                                                       \
+/* Products of one word. Without the barriers, clang loads the codes of several words into registers before multiplying
+ * and spills the sums; they make each register's products start after those of the previous one. */
+#define ADD_WORD(MULTIPLY, codes, lane) /* a literal */                                                                \
     {                                                                                                                  \
         uint8x16x4_t w = vld1q_u8_x4(at);                                                                              \
         at += stride;                                                                                                  \
@@ -88,12 +89,12 @@ enum { BYTE_LANES = 16 };
         }                                                                                                              \
     }
 
-/* sum[r][v] += products of the words of 16 lanes and digits of one limb. Codes of K's upper one lose their bias, as it is
- * signed. */
+/* sum[r][v] += products of the words of 16 lanes with the digits of one limb. The upper limb of K is signed, so its
+ * codes lose their bias. */
 INLINE void add_limb(bool LOW, bool KEY, int STEP, int NR, const uint8_t *at, int64_t stride, int64_t n,
                      const int8_t *digits, const uint8_t *fetch, int32x4_t sum[4][4])
 {
-    OPAQUE(stride); /* loads then move their address on by it */
+    OPAQUE(stride); /* makes clang use loads with post-increment */
     for (int64_t left = n / STEP; left; left--) {
         FETCH(STEP)
         KVC_UNROLL
@@ -116,8 +117,8 @@ INLINE void add_limb(bool LOW, bool KEY, int STEP, int NR, const uint8_t *at, in
     }
 }
 
-/* sum[r][v]: 128 * (codes . hi + first[r]) + codes . lo, of n words (a multiple of STEP, which is 4 or 8) of 16 lanes, which lie `stride` bytes
- * apart from `at` on. Lines from `fetch` on are asked for, one for each word. */
+/* sum[r][v] = 128 * (codes . hi + first[r]) + codes . lo for n words (a multiple of STEP, which is 4 or 8) of 16 lanes,
+ * `stride` bytes apart, from `at` on. Prefetches from `fetch` on, one line per word. */
 INLINE void byte_dots(bool KEY, int STEP, int NR, const uint8_t *at, int64_t stride, int64_t n, const int8_t *digits,
                       const int32x4_t first[4], const uint8_t *fetch, int32x4_t sum[4][4])
 {
@@ -129,7 +130,7 @@ INLINE void byte_dots(bool KEY, int STEP, int NR, const uint8_t *at, int64_t str
     add_limb(true, KEY, STEP, NR, at, stride, n, digits, NULL, sum);
 }
 
-/* Of K only the lower limb's codes keep their bias. */
+/* For K, only the codes multiplied by the lower limb keep their bias. */
 INLINE int32x4_t byte_first(bool KEY, const kvc_query_form *f, const int32_t *sum, int64_t r)
 {
     return vdupq_n_s32(-(KEY ? f->low_sum : sum)[r]);
@@ -194,7 +195,7 @@ INLINE void byte_values(int STEP, int NR, kvc_pv_args args, int64_t dim, int64_t
 INLINE void byte_pv(int STEP, int64_t dim, int64_t n, kvc_pv_args args)
 {
     weights w;
-    int32x4_t first[KVC_ROWS]; /* codes are less 128 */
+    int32x4_t first[KVC_ROWS]; /* codes are biased by 128 */
     kvc_neon_weigh(&w, args.p, args.ld, args.rows, args.n, args.meta, NULL);
     float32x4_t step = vld1q_f32(w.step);
     for (int64_t r = 0; r < args.rows; r++) first[r] = byte_first(false, NULL, w.sum, r);
@@ -202,7 +203,7 @@ INLINE void byte_pv(int STEP, int64_t dim, int64_t n, kvc_pv_args args)
     KVC_BY_ROWS(CALL, args.rows, dim, BYTE_LANES, 1, 1, 1)
 #undef CALL
 }
-/* Of the usual page all loops are known. */
+/* For the common page size and dim, all loop counts are constants. */
 void ISA(pv_int8)(const kvc_pv_args *args)
 {
     args->dim == 128 && args->n == 64 ? byte_pv(8, 128, 64, *args) : byte_pv(4, args->dim, args->n, *args);

@@ -1,4 +1,4 @@
-/* neon_codec.c - scalar_codec.c as compilers make it for NEON: every loop runs over lanes that are apart. */
+/* neon_codec.c - scalar_codec.c, arranged for auto-vectorization: all loops run over independent lanes. */
 #if defined(__aarch64__)
 #define ROTATE kvc_neon_rotate
 #include "rows.h"
@@ -25,7 +25,7 @@ void kvc_neon_rotate(float *rows, int64_t n, int64_t dim)
     int64_t block = kvc_block(dim);
     float norm = (float)(1 / sqrt((double)block));
     for (float *x = rows; x < rows + n * dim; x += block) {
-        level(x, block, 1), level(x, block, 2), level(x, block, 4), level(x, block, 8); /* 16 at least */
+        level(x, block, 1), level(x, block, 2), level(x, block, 4), level(x, block, 8); /* the block is at least 16 */
         for (int64_t h = 16; h < block; h *= 2) level(x, block, h);
         for (int64_t d = 0; d < block; d++) x[d] *= norm;
     }

@@ -1,28 +1,27 @@
-/* neon_floats.c - raw and fp8 pages on NEON: fp32 sums of fused products, a lane a token (K) or a dim (V), by element of four
- * numbers of q or of the weights.
+/* neon_floats.c - raw and fp8 pages on NEON: fused multiply-adds to fp32 sums; a lane is a token (K) or a dim (V); the
+ * multiplier is an element of a register with four numbers of q or of the weights.
  *
  *   per 16 bytes and row     products     shared by the rows
- *   fp8                      4 fmla       2 to part the bytes, 4 to widen to fp16 (exact), 4 fcvtl
- *   raw_f16                  2 fmla       1 to part even and odd ones, 2 fcvtl
+ *   fp8                      4 fmla       2 to separate the bytes, 4 to widen to fp16 (exact), 4 fcvtl
+ *   raw_f16                  2 fmla       1 to separate even and odd elements, 2 fcvtl
  *   raw_bf16                 2 fmla       2
- *   raw_f32                  1 fmla       -
- */
+ *   raw_f32                  1 fmla       - */
 #if defined(__aarch64__)
 #include "neon.h"
 
 enum { F32, F16, BF16, E4M3, E5M2 };
 #define BITS_OF(KIND) ((KIND) == F32 ? 32 : (KIND) < E4M3 ? 16 : 8)
-#define EACH_WORD(KIND) (32 / BITS_OF(KIND))      /* elements */
-#define UNIT(KIND) ((KIND) == E5M2 ? 1.f : 256.f) /* of an fp8 page's codes as fp16 */
+#define EACH_WORD(KIND) (32 / BITS_OF(KIND))      /* elements per word */
+#define UNIT(KIND) ((KIND) == E5M2 ? 1.f : 256.f) /* factor that compensates the conversion of fp8 to fp16 */
 
-/* Sixteen codes to fp16, exact (times UNIT they are their value), then to fp32. */
+/* Sixteen codes to fp16, exactly (value = fp16 * UNIT), then to fp32. */
 INLINE void widen_codes(int KIND, uint8x16_t codes, float32x4_t *a, float32x4_t *b, float32x4_t *c, float32x4_t *d)
 {
     uint16x8_t low, high;
-    if (KIND == E5M2) { /* the upper half of an fp16 */
+    if (KIND == E5M2) { /* an e5m2 code is the upper half of an fp16 */
         low = vreinterpretq_u16_u8(vzip1q_u8(vdupq_n_u8(0), codes));
         high = vreinterpretq_u16_u8(vzip2q_u8(vdupq_n_u8(0), codes));
-    } else { /* with the sign twice, of which one goes */
+    } else { /* the sign is duplicated, and one copy removed */
         int8x16_t x = vreinterpretq_s8_u8(codes);
         low = vbicq_u16(vreinterpretq_u16_s16(vshll_n_s8(vget_low_s8(x), 7)), vdupq_n_u16(0x4000));
         high = vbicq_u16(vreinterpretq_u16_s16(vshll_high_n_s8(x, 7)), vdupq_n_u16(0x4000));
@@ -31,7 +30,7 @@ INLINE void widen_codes(int KIND, uint8x16_t codes, float32x4_t *a, float32x4_t 
     kvc_widen(high, c, d);
 }
 
-/* x[i][v]: elements i of the four words of register v, of four registers. */
+/* x[i][v]: elements i of the four words in register v, for four registers. */
 INLINE void part(int KIND, const uint8x16_t w[4], float32x4_t x[4][4])
 {
     if (KIND == F32)
@@ -81,7 +80,8 @@ INLINE void keys(int KIND, int NR, int NT, kvc_qk_args args, int64_t tile0)
             EACH (v, 4) sum[t][r][v] = vdupq_n_f32(0);
     for (int64_t j = 0; j < dim; j += 4) {
         EACH (r, NR) by[r] = vld1q_f32(q + r * dim + j);
-#if defined(__clang__) /* gcc does so, and warns where there is one turn: lanes of by[r] are constants */
+/* gcc unrolls by itself, and warns if there is one iteration; the lanes of by[r] must be constants */
+#if defined(__clang__)
 #pragma clang loop unroll(full)
 #endif
         EACH (word, 4 / EACH_WORD(KIND)) {
@@ -119,14 +119,14 @@ void kvc_neon_qk_fp8_e5m2(const kvc_qk_args *args) { qk(E5M2, *args); }
 
 /* ---------------------------------------------------------------- V: NC blocks of 16 dims from d0 */
 
-/* A word's elements, `left` of them: behind them it may hold anything (NaN). */
+/* Keeps `left` elements of a word: the others may hold anything (NaN). */
 INLINE uint8x16_t stored(int KIND, uint8x16_t w, int64_t left)
 {
     int64_t bytes = left * BITS_OF(KIND) / 8;
     return bytes >= 4 ? w : vandq_u8(w, vreinterpretq_u8_s32(vdupq_n_s32(bytes > 0 ? kvc_stored_bytes(bytes) : 0)));
 }
 
-/* args.p: weights, an fp8 page's scales folded in; 0 from args.n on. */
+/* args.p: weights, multiplied by an fp8 page's scales; 0 from args.n on. */
 INLINE void values(int KIND, int NR, int NC, kvc_pv_args args, int64_t d0)
 {
     float32x4_t sum[2][4][4], by[4];
@@ -136,7 +136,8 @@ INLINE void values(int KIND, int NR, int NC, kvc_pv_args args, int64_t d0)
             EACH (v, 4) sum[c][r][v] = vdupq_n_f32(0);
     for (int64_t t = 0; t < args.n; t += 4) {
         EACH (r, NR) by[r] = vld1q_f32(args.p + r * args.ld + t);
-#if defined(__clang__) /* gcc does so, and warns where there is one turn: lanes of by[r] are constants */
+/* gcc unrolls by itself, and warns if there is one iteration; the lanes of by[r] must be constants */
+#if defined(__clang__)
 #pragma clang loop unroll(full)
 #endif
         EACH (word, 4 / EACH_WORD(KIND)) {
@@ -161,8 +162,8 @@ INLINE void pv(int KIND, kvc_pv_args args)
     float weight[KVC_ROWS * KVC_MAX_PAGE];
     for (int64_t t = 0; KIND >= E4M3 && t < args.n; t += 4) {
         uint32x4_t scale = vreinterpretq_u32_f32(vmulq_n_f32(kvc_scales(args.meta, t), UNIT(KIND)));
-        float32x4_t x =
-            vreinterpretq_f32_u32(vandq_u32(scale, kvc_first(args.n - t))); /* behind it, it may be anything */
+        /* scales of missing tokens may hold anything */
+        float32x4_t x = vreinterpretq_f32_u32(vandq_u32(scale, kvc_first(args.n - t)));
         for (int64_t r = 0; r < args.rows; r++)
             vst1q_f32(weight + r * KVC_MAX_PAGE + t, vmulq_f32(vld1q_f32(args.p + r * args.ld + t), x));
     }

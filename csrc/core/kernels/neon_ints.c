@@ -1,4 +1,4 @@
-/* neon_ints.c - the neon level, which every aarch64 CPU has: products of bytes to 16 bits, pairs to 32. */
+/* neon_ints.c - the neon level, for every aarch64 CPU: byte products to 16 bits, added in pairs to 32. */
 #if defined(__aarch64__)
 #include "target.h"
 #include "neon.h"
@@ -10,7 +10,7 @@
 #define DOT(sum, codes, digits, lane) dot4(sum, codes, vdupq_laneq_s32(vreinterpretq_s32_s8(digits), lane))
 #define UDOT(sum, codes, digits, lane) udot4(sum, codes, vdupq_laneq_s32(vreinterpretq_s32_s8(digits), lane))
 
-/* Pairs of products stay below 2^15: 2 * 128 * 127. */
+/* Sums of two products stay below 2^15: 2 * 128 * 127. */
 INLINE int32x4_t dot4(int32x4_t sum, uint8x16_t codes, int32x4_t digits)
 {
     int8x16_t c = vreinterpretq_s8_u8(codes), d = vreinterpretq_s8_s32(digits);

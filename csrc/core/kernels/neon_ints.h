@@ -1,14 +1,14 @@
-/* neon_ints.h - pages of integer codes for one level with NEON, and affine.h: codes of two words (8 dims of K, or 8 tokens of V)
- * with registers of digits (neon.h), two columns of eight. Included by <isa>.c behind its target, with ISA(name), LEVEL and
+/* neon_ints.h - attention on pages of integer codes for one NEON level, and affine.h. Codes of two words (8 dims of K,
+ * or 8 tokens of V) are multiplied with registers of digits (neon.h), two columns of eight. Included by <isa>.c after
+ * its target pragma and its definitions of ISA(name), LEVEL and
  *
- *   CODES(w), BIAS                     8-bit codes as products of K take them, less BIAS
- *   DOT(sum, codes, digits, lane)      sum of four lanes += four codes a lane . digits[lane]
- *   UDOT(sum, codes, digits, lane)     the same of V: codes as they are stored, digits that are not negative
+ *   CODES(w), BIAS                     8-bit codes as the products of K take them, minus BIAS
+ *   DOT(sum, codes, digits, lane)      sum of four lanes += four codes per lane . digits[lane]
+ *   UDOT(sum, codes, digits, lane)     the same for V: codes as stored, digits not negative
  *   or MMLA(sum, codes, digits)        for both: sums [2][2] += codes [2][8] . columns [2][8]
  *
- *   per 16 bytes and row   int8  2 DOT    int4  4 DOT, 2 shared    int2  8 DOT, 6 shared; int3  8 DOT, 22 shared; half with one
- *                          limb of q (K); half as many MMLA, with a zip for every 16 codes
- * Integer sums are exact. */
+ * Instructions per 16 bytes and row, plus those shared by the rows: int8 2 DOT; int4 4 DOT + 2; int2 8 DOT + 6; int3 8
+ * DOT + 22. Half of that with one limb of q (K). MMLA: half as many, and a zip per 16 codes. Integer sums are exact. */
 #ifndef KVC_NEON_INTS_H
 #define KVC_NEON_INTS_H
 
@@ -17,7 +17,8 @@
 #include "mass.h"
 #include "neon.h"
 
-/* Plane p of the codes in the 16 bytes at `at` of a tile, one a byte: for values(), and for keys(). */
+/* Plane p of the codes in the 16 bytes at `at` of a tile, one per byte: value_plane for values(),
+ * plane_of for keys(). */
 INLINE uint8x16_t value_plane(int KIND, int p, const uint8_t *tile, int64_t dim, int64_t at)
 {
     const int BITS = kvc_plane_bits(KIND);
@@ -41,11 +42,11 @@ INLINE uint8x16_t plane_of(int KIND, int p, const uint8_t *tile, int64_t dim, in
 }
 
 #ifdef MMLA
-/* Two registers of sums, lanes 0, 1 (2, 3) by both columns; the second column's begin with `first`. */
+/* Two registers of sums, for lanes 0, 1 and 2, 3, each by both columns. Sums of the second column start at `first`. */
 INLINE int32x4_t begin_with(int32_t x) { return vreinterpretq_s32_u64(vdupq_n_u64((uint64_t)(uint32_t)x << 32)); }
 INLINE void start(int32x4_t sums[2], int32x4_t first) { sums[0] = sums[1] = first; }
 
-/* += words a and b of four lanes . digits */
+/* sums += words a and b of four lanes . digits */
 INLINE void keys(int32x4_t sums[2], uint8x16_t a, uint8x16_t b, int8x16_t digits)
 {
     uint32x4_t x = vreinterpretq_u32_u8(a), y = vreinterpretq_u32_u8(b);
@@ -54,7 +55,7 @@ INLINE void keys(int32x4_t sums[2], uint8x16_t a, uint8x16_t b, int8x16_t digits
 }
 #define values keys
 
-/* Sums of the first column, and of the second. */
+/* Separates the sums of the first and the second column. */
 INLINE void columns(int32x4_t sums[2])
 {
     int32x4_t x = sums[0];
@@ -84,7 +85,7 @@ INLINE void values(int32x4_t sums[2], uint8x16_t a, uint8x16_t b, int8x16_t digi
 INLINE void columns(int32x4_t sums[2]) { (void)sums; }
 #endif
 
-/* dot[r][v] of sums that are complete: 128 * hi + lo, or with one limb hi. */
+/* dot[r][v] from the completed sums: 128 * hi + lo, or hi with one limb. */
 INLINE void join_columns(int LIMBS, int NR, int NV, int32x4_t sums[4][8][2], int32x4_t dot[4][8])
 {
     EACH (i, NR * LIMBS / 2 + NR * LIMBS % 2)
@@ -98,8 +99,8 @@ INLINE void join_columns(int LIMBS, int NR, int NV, int32x4_t sums[4][8][2], int
         }
 }
 
-/* dot[r][v] = sum over words [j0, j1) of dims of codes * (128 * hi + lo), or with one limb of codes * hi, plus first[r]
- * (of begin_with; two limbs), for NV registers of tokens from half half0 of a tile on. digits: of the block of rows. */
+/* dot[r][v] = sum over words [j0, j1) of dims of codes * (128 * hi + lo) + first[r] (from begin_with), or codes * hi
+ * with one limb, for NV registers of tokens from half half0 of a tile on. digits: of the block of rows. */
 INLINE void key_dots(int BITS, int LIMBS, int NR, int NV, const uint8_t *tiles, int64_t half0, int64_t dim, int64_t j0,
                      int64_t j1, const int8_t *digits, const int32x4_t *first, ptrdiff_t ahead, int32x4_t dot[4][8])
 {
@@ -119,7 +120,7 @@ INLINE void key_dots(int BITS, int LIMBS, int NR, int NV, const uint8_t *tiles, 
                 EACH (v, NV)
                     EACH (i, STEP / 4)
                         if (v % 4 == 0) kvc_prefetch_planes(BITS, tile[v], j / 4 + i, ahead);
-#pragma GCC unroll 4 /* clang else shifts by a variable, and spills sums */
+#pragma GCC unroll 4 /* otherwise clang shifts by a variable and spills the sums */
             EACH (p, planes)
                 EACH (step, STEP / 8) {
                     int64_t at = j + 8 * step;
@@ -131,7 +132,8 @@ INLINE void key_dots(int BITS, int LIMBS, int NR, int NV, const uint8_t *tiles, 
                     }
                 }
         } while ((j += STEP) < j1);
-    for (; j < j1; j += 4) /* 2 bits and a dim that is no multiple of 32: words one by one, each with one of zeros */
+    /* 2-bit codes and a dim that is not a multiple of 32: one word at a time, paired with zeros */
+    for (; j < j1; j += 4)
         EACH (p, planes) {
             int64_t at = p * period + j;
             EACH (i, ND) {
@@ -146,7 +148,7 @@ INLINE void key_dots(int BITS, int LIMBS, int NR, int NV, const uint8_t *tiles, 
     join_columns(LIMBS, NR, NV, sums, dot);
 }
 
-/* Dims d to d + 15 of word s, d a multiple of 16. */
+/* Prefetches dims d to d + 15 of word s; d is a multiple of 16. */
 INLINE void prefetch_values(int BITS, const uint8_t *tile, int64_t dim, int64_t s, int64_t d, ptrdiff_t ahead)
 {
     if (BITS == 3)
@@ -155,8 +157,8 @@ INLINE void prefetch_values(int BITS, const uint8_t *tile, int64_t dim, int64_t 
         kvc_prefetch(tile + 4 * (s * dim + d), 0, ahead);
 }
 
-/* dot[r][v] = first[r] + sum over n tokens of codes * weights, of NV registers of dims from d0 on; n up to a multiple
- * of 16, where weights are 0. */
+/* dot[r][v] = first[r] + sum over n tokens of codes * weights, for NV registers of dims from d0 on. n is rounded up to
+ * a multiple of 16; the weights there are 0. */
 INLINE void value_dots(int BITS, int NR, int NV, const uint8_t *tiles, int64_t dim, int64_t n, int64_t d0,
                        const weights *w, const int32x4_t *first, ptrdiff_t ahead, int32x4_t dot[4][8])
 {
@@ -165,7 +167,7 @@ INLINE void value_dots(int BITS, int NR, int NV, const uint8_t *tiles, int64_t d
     EACH (r, NR)
         EACH (v, NV) start(sums[r][v], first[r]);
     do {                     /* n > 0 */
-        int64_t at = 4 * d0; /* of word s */
+        int64_t at = 4 * d0; /* offset of word s */
         if (ahead)
             EACH (s, BITS / 2)
                 EACH (v, NV)
@@ -173,7 +175,7 @@ INLINE void value_dots(int BITS, int NR, int NV, const uint8_t *tiles, int64_t d
 #pragma GCC unroll 2
         EACH (
             h,
-            2) { /* tokens 8h .. of the tile: words 2h and 2h + 1; or 0 and 1 of plane h; or word 0 of planes 2h, 2h + 1 */
+            2) { /* tokens from 8h: words 2h, 2h + 1 (8 bits), words 0, 1 of plane h (4), word 0 of planes 2h, 2h + 1 */
             int8x16_t d[4];
             uint8x16_t a[8], b[8];
             if (BITS == 4) at = 4 * d0;
@@ -191,13 +193,13 @@ INLINE void value_dots(int BITS, int NR, int NV, const uint8_t *tiles, int64_t d
     join_columns(2, NR, NV, sums, dot);
 }
 
-/* What sums begin with that -centre * the sum of the row's digits is part of. */
+/* Initial values of sums that subtract centre * the sum of the row's digits. */
 INLINE void less(int64_t rows, int32_t centre, const int32_t *sum, int32x4_t first[KVC_ROWS])
 {
     for (int64_t r = 0; r < rows; r++) first[r] = begin_with(kvc_times(-centre, sum[r]));
 }
 
-/* Twice the dot of codes about their middle, (2^BITS - 1) / 2. */
+/* Twice the dot of codes minus their middle, (2^BITS - 1) / 2. */
 INLINE int32x4_t about_middle(int BITS, int32x4_t dot, int32_t sum)
 {
     return vsubq_s32(vshlq_n_s32(dot, 1), vdupq_n_s32(kvc_times((1 << BITS) - 1, sum)));
@@ -207,10 +209,10 @@ INLINE int32x4_t about_middle(int BITS, int32x4_t dot, int32_t sum)
 
 #include "neon_bytes.h"
 
-/* Rotated codes: code - (2^BITS - 1) / 2 in steps of the token's gain, plus q . centroid. One limb is in steps of 128. */
+/* Rotated codes: (code - (2^BITS - 1) / 2) times the token's gain, plus q . centroid. One limb is in units of 128. */
 INLINE void mid_keys(int BITS, int LIMBS, int NR, int NH, kvc_qk_args args, int64_t half0, const float *centre)
 {
-    if (half0 % 2) args.ahead = 0; /* a line once */
+    if (half0 % 2) args.ahead = 0; /* prefetch each line once */
     const kvc_query_form *f = args.query->form;
     int64_t dim = args.query->dim;
     const int8_t *digits = LIMBS == 2 ? kvc_neon_digits(f, args.row0, dim) : f->one + args.row0 * dim;
@@ -260,7 +262,7 @@ INLINE void add_times(float *o, int32x4_t x, float step)
 INLINE void int_values(int BITS, int NR, int NC, kvc_pv_args args, const weights *w, const int32x4_t *first,
                        float32x4_t step, int64_t d0)
 {
-    if (d0 % 16) args.ahead = 0; /* a line once */
+    if (d0 % 16) args.ahead = 0; /* prefetch each line once */
     int32x4_t dot[4][8];
     value_dots(BITS, NR, 2 * NC, args.tiles, args.dim, args.n, d0, w, first, args.ahead, dot);
     EACH (r, NR)
@@ -285,12 +287,12 @@ void ISA(pv_int4)(const kvc_pv_args *args) { int_pv(4, *args); }
 void ISA(pv_int3)(const kvc_pv_args *args) { int_pv(3, *args); }
 void ISA(pv_int2)(const kvc_pv_args *args) { int_pv(2, *args); }
 
-/* ---------------------------------------------------------------- other formats of integers */
+/* ---------------------------------------------------------------- affine formats */
 
 INLINE float sum_of(vf x) { return vaddvq_f32(vaddq_f32(vaddq_f32(x.x[0], x.x[1]), vaddq_f32(x.x[2], x.x[3]))); }
 INLINE float most_of(vf x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.x[0], x.x[1]), vmaxq_f32(x.x[2], x.x[3]))); }
 
-/* Sum of the integers that stand for q's dims [d, d + n). */
+/* Sum of the integers of q's dims [d, d + n). */
 INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int64_t d, int64_t n)
 {
     if (n == dim) return f->sum[row];
@@ -311,7 +313,7 @@ INLINE void key_halves(int BITS, int NR, int NH, const kvc_affine *x, const kvc_
     int64_t dim = x->dim;
     float32x4_t out[4][8];
     EACH (r, NR)
-        EACH (v, 2 * NH) out[r][v] = vdupq_n_f32(0); /* in steps of the row */
+        EACH (v, 2 * NH) out[r][v] = vdupq_n_f32(0); /* in units of the row's step */
     for (int64_t g = 0, j = 0; j < dim; g++, j += x->group) {
         int32x4_t dot[4][8];
         int32x4_t first[4]; /* offsets are the centre times a sum */
@@ -372,7 +374,7 @@ INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x,
 INLINE void weigh_by(weights *w, const float *p, int64_t ld, int64_t rows, int64_t n, const float *scales,
                      const float *largest, bool coarse)
 {
-    (void)largest, (void)coarse; /* as exact either way */
+    (void)largest, (void)coarse; /* both precisions cost the same here */
     kvc_neon_weigh(w, p, ld, rows, n, NULL, scales);
 }
 

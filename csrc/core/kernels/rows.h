@@ -1,8 +1,8 @@
-/* rows.h - encoders of rows, written once in plain C with 16 lanes and compiled by every level: a lane computes what
- * it computes in scalar code, so the bytes are the same by construction. Included behind a level's target pragma and
- * fp-contract=off; ROTATE(rows, n, dim) is that level's transform. Same arithmetic rule as scalar_codec.c.
+/* rows.h - row encoders in plain C with 16 lanes, compiled by every level. Each lane does the same operations as scalar
+ * code, so all levels produce the same bytes. Included after a level's target pragma and fp-contract=off; ROTATE(rows,
+ * n, dim) is the level's transform. Rounding rules as in scalar_codec.c.
  *
- * Cost: about 12 instructions per 16 dims for the integers (two passes: extremes, codes), 30 for e2m1, 40 for e5m2. */
+ * Cost: about 12 instructions per 16 dims for integers (two passes: extremes, codes), 30 for e2m1, 40 for e5m2. */
 #ifndef KVC_ROWS_H
 #define KVC_ROWS_H
 
@@ -14,7 +14,7 @@
 #define LANES 16
 #define EACH_LANE for (int i = 0; i < LANES; i++)
 
-/* A row's encoder writes n codes, one a byte, and the metadata of its group. */
+/* A row encoder writes n codes, one per byte, and the metadata of their group. */
 typedef struct range {
     float low, high;
 } range;
@@ -40,10 +40,10 @@ static inline range kvc_row_range(const float *x, int64_t n)
 static inline float kvc_row_absmax(const float *x, int64_t n)
 {
     range r = kvc_row_range(x, n);
-    return fabsf(-r.low > r.high ? -r.low : r.high); /* of a row of -0, 0 */
+    return fabsf(-r.low > r.high ? -r.low : r.high); /* fabsf: 0 for a row of -0 */
 }
 
-/* Nearest integer, ties to even, of |x| <= 2^22, in the rounding mode that codecs run in. */
+/* Nearest integer, ties to even, for |x| <= 2^22, in the rounding mode of the codecs. */
 static inline float kvc_nearest(float x) { return (x + 12582912.f) - 12582912.f; }
 
 static inline float kvc_floor(float x)
@@ -87,7 +87,7 @@ static inline void kvc_encode_uint(const float *x, int64_t n, int bits, uint8_t 
     kvc_put16(meta + 2, zero);
 }
 
-/* `minus` 0: no -0 in a row of zeros. */
+/* minus = 0: a row of zeros has no -0. */
 #define FP8_ENCODER(name, largest, minus)                                                                              \
     static inline void kvc_encode_##name(const float *x, int64_t n, uint8_t *restrict codes, uint8_t *meta)            \
     {                                                                                                                  \
@@ -101,8 +101,8 @@ static inline void kvc_encode_uint(const float *x, int64_t n, int bits, uint8_t 
 FP8_ENCODER(e4m3, 448, 0)
 FP8_ENCODER(e5m2, 57344, 1)
 
-/* e2m1 (0, .5, 1, 1.5, 2, 3, 4, 6), ties to the even code, saturating; the block's scale is e4m3 of absmax / 6, or
- * the power of two with the exponent of absmax less 2 (OCP MX 1.0, section 6.3). */
+/* e2m1 (0, .5, 1, 1.5, 2, 3, 4, 6), ties to the even code, saturating. The block's scale is e4m3 of absmax / 6, or the
+ * power of two with the exponent of absmax minus 2 (OCP MX 1.0, section 6.3). */
 static inline void kvc_encode_e2m1(const float *x, int64_t n, int scale, uint8_t *restrict codes, uint8_t *meta)
 {
     float a = kvc_row_absmax(x, n), inverse = 0;
@@ -123,14 +123,15 @@ static inline void kvc_encode_e2m1(const float *x, int64_t n, int scale, uint8_t
         }
 }
 
-/* Codes of a rotated row in steps of 1 / inverse, the sum of the row times its levels, and that of these squared. */
+/* Codes of a rotated row with step 1 / inverse; num = sum of row * levels, den = sum of levels squared. */
 static inline void kvc_fit(const float *restrict x, int64_t n, int coding, int bits, float inverse,
                            uint8_t *restrict codes, float *num, float *den)
 {
     float a[LANES] = {0}, b[LANES] = {0}, half = (float)(1 << (bits - 1));
     for (int64_t d = 0; d < n; d += LANES) EACH_LANE
         {
-            float q = kvc_clamp(x[d + i] * inverse, -half, half - 0.5f), level; /* NaN has no int */
+            /* clamp first: NaN cannot be converted to int */
+            float q = kvc_clamp(x[d + i] * inverse, -half, half - 0.5f), level;
             if (coding == KVC_CODING_MID) {
                 q = kvc_floor(q);
                 level = q + 0.5f;
@@ -146,7 +147,7 @@ static inline void kvc_fit(const float *restrict x, int64_t n, int coding, int b
     *den = kvc_lane_sum(b);
 }
 
-/* The level of a number in steps of 1. */
+/* The nearest level of a number, with step 1. */
 static inline float kvc_nearest_level(float y, int coding, int bits)
 {
     float half = (float)(1 << (bits - 1));
@@ -154,8 +155,8 @@ static inline float kvc_nearest_level(float y, int coding, int bits)
     return kvc_floor(kvc_clamp(y, -half, half - 0.5f)) + 0.5f;
 }
 
-/* Codes that make up for each other's errors (see kvc_attend_feedback) of a row in steps of 1 / inverse; the gain, which keeps its
- * length along itself in the metric. x becomes levels. */
+/* Codes with error feedback (see kvc_attend_feedback) of a row with step 1 / inverse. Returns the gain that keeps the
+ * row's length along itself in the metric. x is replaced by the levels. */
 static inline float kvc_feed_back(float *restrict x, int64_t n, int coding, int bits, float inverse,
                                   const float *feedback)
 {
@@ -180,8 +181,8 @@ static inline float kvc_feed_back(float *restrict x, int64_t n, int coding, int 
     return kvc_rotated_gain(3, kvc_lane_sum(sums[0]), kvc_lane_sum(sums[1]), kvc_lane_sum(sums[2]));
 }
 
-/* Rotated, x overwritten: scaled to absmax 1, in steps of its rms (see kvc_rotated_steps) to a grid centred between levels,
- * or to Lloyd's levels. */
+/* Rotated codes; overwrites x. The row is scaled to absmax 1, rotated, and rounded to a mid-rise grid or to Lloyd-Max
+ * levels, with a step relative to its rms (see kvc_rotated_steps). */
 static inline void kvc_encode_rotated(float *restrict x, int64_t n, int coding, int bits, const float *feedback,
                                       uint8_t *restrict codes, uint8_t *meta)
 {
@@ -219,7 +220,8 @@ static inline void kvc_encode_rotated(float *restrict x, int64_t n, int coding, 
     kvc_put16(meta, kvc_scale_to_f16(gain * a));
 }
 
-/* Digits (see kvc_spread), x overwritten: in steps of the rms of the dims that have any; these keep their length. */
+/* Codes of cal2 (see kvc_spread); overwrites x. Steps are relative to the rms of the dims that are stored; their length
+ * is preserved. */
 static inline void kvc_encode_spread(float *restrict x, int64_t n, uint8_t *restrict codes, uint8_t *meta)
 {
     int64_t fine = n / 4, used = n - fine;
@@ -248,7 +250,8 @@ static inline void kvc_encode_spread(float *restrict x, int64_t n, uint8_t *rest
     kvc_put16(meta, kvc_scale_to_f16(sqrtf(squares / kvc_lane_sum(den)) * a));
 }
 
-/* A level's `encode`: n rows; metadata of a row side by side, groups ascending (kvc_meta_planes elements). */
+/* The `encode` function of a level: n rows. The metadata of a row is contiguous, groups ascending (kvc_meta_planes
+ * elements). */
 static inline void kvc_encode_rows(int format, float *rows, int64_t n, int64_t dim, const float *feedback,
                                    uint8_t *codes, uint8_t *meta)
 {

@@ -1,5 +1,5 @@
-/* scalar_attend.c - the oracle of the attention kernels: decode a token as the codec does, then plain fp32 sums.
- * Nothing is folded, so it shares no shortcut with the vector levels. */
+/* scalar_attend.c - reference implementation of the attention kernels: decodes each token as the codec does and sums in
+ * plain fp32. It shares no shortcuts with the vector levels. */
 #ifndef __clang__
 #pragma GCC optimize("no-tree-vectorize")
 #endif
@@ -36,7 +36,7 @@ static void pv(int format, kvc_pv_args args)
     for (int64_t t = 0; t < args.n; t++) {
         kvc_decode(&side, t, 1, v);
         if (kvc_format_rotated(format) ==
-            KVC_DIGITS) /* o is in the space of digits, or rotated: any o that joins to it will do */
+            KVC_DIGITS) /* o is in a transformed space; any o that transforms back to the right result will do */
             for (int64_t d = 0; d < dim / 4; d++) v[d] /= 4 * KVC_FINE;
         else if (kvc_format_rotated(format))
             kvc_kernels_get()->rotate(v, 1, dim);
@@ -87,7 +87,7 @@ const kvc_kernels kvc_kernels_scalar = {
     .name = "scalar",
     .encode = kvc_scalar_encode,
     .rotate = kvc_scalar_rotate,
-    .limbs = NULL, /* works on q as it is */
+    .limbs = NULL, /* uses q directly */
     .softmax = softmax,
     .factors = factors,
     .keep = kvc_keep,

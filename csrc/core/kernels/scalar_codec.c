@@ -1,7 +1,8 @@
-/* scalar_codec.c - rows to codes and scales: the oracle for every other level and for CUDA.
+/* scalar_codec.c - rows to codes and scales: the reference for all other levels and for CUDA.
  *
- * The arithmetic rule: fp32, each operation rounded by itself (no FMA), IEEE division and square root; sums over D as
- * 16 lane-strided partials and one tree; Walsh-Hadamard levels ascending. Codes are made with the scale as stored. */
+ * Rounding rules: fp32, each operation rounded separately (no FMA), IEEE division and square root; sums over D as 16
+ * lane-strided partial sums and one tree; Walsh-Hadamard levels ascending. Codes are computed with the scale as
+ * stored. */
 #ifndef __clang__
 #pragma GCC optimize("no-tree-vectorize")
 #endif

@@ -1,5 +1,6 @@
-/* target.h - the instructions that the functions of a file may use, for gcc and clang: behind it KVC_TARGET(list), at the end
- * KVC_TARGET_END. Headers of the system come in here, because clang would give their functions the target once more. */
+/* target.h - sets the instruction set for the functions of a file, for gcc and clang: KVC_TARGET(list) after including
+ * this header, KVC_TARGET_END at the end. System headers are included here, because clang would otherwise apply the
+ * target to their functions again. */
 #ifndef KVC_TARGET_H
 #define KVC_TARGET_H
 
@@ -16,7 +17,7 @@
 #endif
 
 #define KVC_PRAGMA(...) _Pragma(#__VA_ARGS__)
-/* The loop that follows, of 4 turns at most, in full. */
+/* Unrolls the following loop, of at most 4 iterations, completely. */
 #if defined(__clang__)
 #define KVC_UNROLL _Pragma("clang loop unroll(full)")
 #else

@@ -1,9 +1,9 @@
-/* tile.h - whole tiles of pages in the lanes of one level: what its kvc_tile_kernels point to. Included by
- * <isa>_tile.c behind the target pragma, fp-contract=off and lanes_<isa>.h. */
+/* tile.h - operations on whole tiles, with 16 lanes: the functions in a level's kvc_tile_kernels. Included by
+ * <isa>_tile.c after the target pragma, fp-contract=off and lanes_<isa>.h. */
 #ifndef KVC_TILE_H
 #define KVC_TILE_H
 
-/* The codings that a vector level meets: (coding, bits). */
+/* The (coding, bits) pairs that exist. */
 #define KVC_TILE_CASES(CALL)                                                                                           \
     CALL(INT, 8)                                                                                                       \
     CALL(INT, 4)                                                                                                       \
@@ -23,7 +23,7 @@ INLINE void encode_case(int coding, int bits, const kvc_room *side, kvc_traits f
     uint8_t *meta = side->meta + kvc_meta_size(f) * tile * LANES;
     uint32_t codes[MAX_WORDS];
     uint8_t *to = side->tiles + tile * kvc_tile_bytes(side->format, D);
-    /* Fewer bits are slower so: their arithmetic hides the fetch. */
+    /* with fewer bits, non-temporal stores are slower: the arithmetic hides the cost of fetching the lines */
     bool stream = side->stream && bits == 8 && (uintptr_t)to % 64 == 0;
     for (int64_t i = 0; !stream && i < kvc_tile_bytes(side->format, D); i += 64) __builtin_prefetch(to + i, 1, 3);
     if (coding == KVC_CODING_MID || coding == KVC_CODING_LLOYD)
@@ -46,19 +46,19 @@ static void encode_around(const kvc_room *side, int64_t tile, const float *mean,
 #undef CASE
 }
 
-/* x to tile `tile` of a side; x is overwritten. */
+/* Encodes x to a tile of a side; overwrites x. */
 static void encode_tile(const kvc_room *side, int64_t tile, float *x) { encode_around(side, tile, NULL, x); }
 
-/* ---------------------------------------------------------------- what a page has over its tokens */
+/* ---------------------------------------------------------------- statistics of a page over its tokens */
 
-/* Lanes of 16 dims from dim d of x: v[t] token t. */
+/* Transposes 16 dims from d of x: v[t] has those of token t. */
 INLINE void by_token(const float *x, int64_t d, vi *v)
 {
     for (int k = 0; k < LANES; k++) v[k] = i_load(x + (d + k) * LANES);
     i_transpose(v);
 }
 
-/* Stores the mean of the page's tokens, and gives it as stored; the sum is over tokens ascending. */
+/* Stores the mean of the page's tokens and returns it as stored; summed over tokens in ascending order. */
 static void page_mean(const kvc_room *side, const float *x, float *mean)
 {
     int64_t D = side->dim, tiles = side->page_size / LANES;
@@ -88,7 +88,7 @@ INLINE void encode_channels(int bits, const kvc_room *side, const float *x)
             vi v[LANES];
             by_token(x + tile * D * LANES, d, v);
             if (tile == 0) least = most = i_bits(v[0]);
-            for (int t = 0; t < LANES; t++) { /* in order: of 0 and -0 the first stays */
+            for (int t = 0; t < LANES; t++) { /* in order: of 0 and -0, the first is kept */
                 least = f_min(i_bits(v[t]), least);
                 most = f_max(i_bits(v[t]), most);
             }
@@ -115,7 +115,7 @@ INLINE void encode_channels(int bits, const kvc_room *side, const float *x)
     }
 }
 
-/* x [tiles][dim][16] to a whole page side that has statistics over its tokens; x is overwritten. */
+/* Encodes x [tiles][dim][16] to a whole page side that has statistics over its tokens; overwrites x. */
 static void encode_page(const kvc_room *side, float *x)
 {
     kvc_traits f = kvc_format_traits(side->format);
@@ -131,7 +131,7 @@ static void encode_page(const kvc_room *side, float *x)
     }
 }
 
-/* ---------------------------------------------------------------- the other side's layout */
+/* ---------------------------------------------------------------- conversion to the other side's layout */
 
 INLINE void turn_codes(int bits, const kvc_side *side, const uint8_t *from, uint8_t *to)
 {
@@ -154,7 +154,7 @@ static void turn_tile(const kvc_side *side, int64_t tile, uint8_t *to)
         turn_codes(2, side, from, to);
 }
 
-/* ---------------------------------------------------------------- what rows say */
+/* ---------------------------------------------------------------- statistics of rows */
 
 static void dot_tile(const float *x, int64_t D, const float *y, float *out)
 {

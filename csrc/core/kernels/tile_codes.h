@@ -1,12 +1,12 @@
-/* tile_codes.h - codes of 16 tokens, one a byte, to the words of a quantized tile and back. Written in the lanes of
- * lanes_<isa>.h, which is included first. */
+/* tile_codes.h - converts the codes of 16 tokens between one per byte and the words of a quantized tile. Uses
+ * lanes_<isa>.h, which must be included first. */
 #ifndef KVC_TILE_CODES_H
 #define KVC_TILE_CODES_H
 
 #include "codec/codec.h"
 
 #define LANES 16
-#define MAX_WORDS (KVC_MAX_DIM / 4 * LANES) /* of codes, one a byte: [dim / 4][16], bytes dims 4j.. of a token */
+#define MAX_WORDS (KVC_MAX_DIM / 4 * LANES) /* codes, one per byte: [dim / 4][16]; a word holds dims 4j.. of a token */
 
 INLINE void put_word(uint8_t *to, vi w, bool stream)
 {
@@ -16,11 +16,11 @@ INLINE void put_word(uint8_t *to, vi w, bool stream)
         i_store(to, w);
 }
 
-/* Codes to the words of a tile: planes of 8 / bits in each byte. */
+/* Packs codes to the words of a tile, in planes of 8 / bits per byte. */
 INLINE void put_planes(int key, int bits, int64_t dim, const uint32_t *codes, uint8_t *tile, bool stream)
 {
     if (key) {
-        int64_t words = dim * bits / 32; /* a plane's */
+        int64_t words = dim * bits / 32; /* per plane */
         for (int64_t j = 0; j < words; j++) {
             vi w = i_load(codes + j * LANES);
             if (bits <= 4) w = i_or(w, i_left(i_load(codes + (j + words) * LANES), bits));
@@ -45,7 +45,7 @@ INLINE void put_planes(int key, int bits, int64_t dim, const uint32_t *codes, ui
     }
 }
 
-/* The words of a tile to codes. */
+/* Unpacks the words of a tile to codes. */
 INLINE void get_planes(int key, int bits, int64_t dim, const uint8_t *tile, uint32_t *codes)
 {
     vi mask = i_all(bits == 4 ? 0x0f0f0f0f : bits == 2 ? 0x03030303 : 0xffffffff);
@@ -85,7 +85,7 @@ INLINE void get_planes(int key, int bits, int64_t dim, const uint8_t *tile, uint
     }
 }
 
-/* Codes of 3 bits: their low 2 as those of 2, and of their high ones, in as large a tile, the halves side by side. */
+/* Packs 3-bit codes: the low 2 bits as 2-bit codes, followed by the high bits, with the two halves interleaved. */
 INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uint8_t *tile, bool stream)
 {
     uint32_t part[MAX_WORDS], high[MAX_WORDS / 4];

@@ -1,8 +1,8 @@
-/* tile_decode.h - a tile of any format to x [dim][16], fp32, a lane per token: level * scale (+ zero point), rotated
- * back, each operation rounded by itself, as kvc_decode in codec.c.
+/* tile_decode.h - decodes a tile of any format to x [dim][16], fp32, one lane per token: level * scale (+ zero point),
+ * rotated back. Each operation is rounded separately, as in kvc_decode (codec.c).
  *
- * Cost, instructions per 16 elements: a shift and a table look-up (4 bits and less) or 3 to 4 to convert (8 bits), one or
- * two to scale, and the rotation's 8. */
+ * Cost, instructions per 16 elements: a shift and a table lookup (4 bits and less) or 3 to 4 for the conversion (8
+ * bits), one or two for the scale, and 8 for the rotation. */
 #ifndef KVC_TILE_DECODE_H
 #define KVC_TILE_DECODE_H
 
@@ -10,7 +10,7 @@
 #include "tile_rotate.h"
 #include "tile_scale.h"
 
-/* What the low nibble of a code stands for. */
+/* Levels by the low nibble of a code. */
 INLINE const float *level_table(int coding, int bits)
 {
     static const float table[7][16] = {
@@ -31,11 +31,12 @@ INLINE const float *level_table(int coding, int bits)
                                                                            : 5];
 }
 
-/* The four codes of each lane's word to levels; e4m3 in units of 256, which its caller has in the scale. */
+/* Converts the four codes in each lane's word to levels. e4m3 levels are divided by 256, which the caller's scale
+ * includes. */
 INLINE void levels_of(int coding, int bits, const float *table, vi w, vf *level)
 {
     if (coding == KVC_CODING_E4M3 || coding == KVC_CODING_E5M2) {
-        vi even = i_left(w, 8), odd = w; /* bytes 0, 2 and 1, 3 as upper halves of fp16 numbers */
+        vi even = i_left(w, 8), odd = w; /* bytes 0, 2 and 1, 3 as the upper halves of fp16 numbers */
         if (coding == KVC_CODING_E4M3) {
             even = i_or(i_and(even, i_all(0x80008000)), i_and(i_right(even, 1), i_all(0x3f803f80)));
             odd = i_or(i_and(odd, i_all(0x80008000)), i_and(i_right(odd, 1), i_all(0x3f803f80)));
@@ -62,13 +63,13 @@ INLINE void levels_of(int coding, int bits, const float *table, vi w, vf *level)
     }
 }
 
-/* n fp16 numbers, a multiple of 16. */
+/* Converts n fp16 numbers, a multiple of 16. */
 INLINE void load_halves(const uint8_t *from, int64_t n, float *to)
 {
     for (int64_t i = 0; i < n; i += LANES) f_store(to + i, h_load(from + 2 * i));
 }
 
-/* Tokens with metadata of their own; t0 is the tile's first. What is rotated is scaled on the way back, see below. */
+/* Formats with metadata per token; t0 is the first token of the tile. Rotated rows are scaled by the rotation. */
 INLINE void decode_as(int coding, int bits, const kvc_side *side, kvc_traits f, int64_t t0, const uint32_t *codes,
                       float *x)
 {
@@ -119,7 +120,7 @@ INLINE void decode_case(int coding, int bits, const kvc_side *side, kvc_traits f
         decode_as(coding, bits, side, f, tile * LANES, codes, x);
 }
 
-/* kvc_join, then scaled, with `add` [dim] (NULL: none). */
+/* kvc_join, then multiplied by the scale, plus `add` [dim] (NULL: none). */
 INLINE void join_tile(float *x, int64_t dim, vf scale, const float *add)
 {
     int64_t fine = dim / 4, used = dim - fine;
@@ -131,12 +132,12 @@ INLINE void join_tile(float *x, int64_t dim, vf scale, const float *add)
     }
 }
 
-/* Tile `tile` of a side, whatever its format, to x [dim][16]. */
+/* Decodes a tile of a side to x [dim][16]. */
 static void decode_tile(const kvc_side *side, int64_t tile, float *x)
 {
     kvc_traits f = kvc_format_traits(side->format);
     int64_t bytes = kvc_tile_bytes(side->format, side->dim);
-    const uint8_t *next = side->tiles + (tile + 1) * bytes; /* what lies there is read next, most often */
+    const uint8_t *next = side->tiles + (tile + 1) * bytes; /* the next tile is usually decoded next */
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i, 0, 3);
     if (f.coding == KVC_CODING_RAW) {
         load_raw(side, next - bytes, x);

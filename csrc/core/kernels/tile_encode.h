@@ -1,17 +1,17 @@
-/* tile_encode.h - x [dim][16] (fp32, a lane per token) to the words and metadata of a tile. rows.h turned by 90
- * degrees: what it does along a row is done down the lanes here, so that scales, divisions and roots serve 16 tokens
- * at once and K words need no transposing. Every operation on an element, and the order of every sum, is rows.h's:
- * 16 partial sums over d % 16, then one tree. So the bytes are the same.
+/* tile_encode.h - encodes x [dim][16] (fp32, one lane per token) to the words and metadata of a tile. The algorithms
+ * are those of rows.h, transposed: loops over a row become loops down the lanes, so that scales, divisions and square
+ * roots serve 16 tokens at once and K words need no transposition. All operations, and the order of all sums (16
+ * partial sums over d % 16, then a tree), are those of rows.h, so the bytes are the same.
  *
- * Cost, instructions per 16 elements: integers 2 for the extremes, 4 to 6 for codes and words; small floats 12;
- * rotated 29; of int4_lloyd, which tries three steps, 2.3 times their time on AVX-512 and 3.2 times on AVX2. */
+ * Cost, instructions per 16 elements: integers 2 for the extremes, 4 to 6 for codes and words; small floats 12; rotated
+ * 29. int4_lloyd tries three steps, which takes 2.3 times as long on AVX-512 and 3.2 times on AVX2. */
 #ifndef KVC_TILE_ENCODE_H
 #define KVC_TILE_ENCODE_H
 
 #include "tile_move.h"
 #include "tile_rotate.h"
 
-/* A positive scale as fp16, never Inf, never 0, where `some`; else 0. Also to `at`. */
+/* Stores positive scales as fp16, never Inf or 0, where `some` is set; otherwise 0. Returns them as stored. */
 INLINE vf put_scale(vf x, vm some, uint8_t *at)
 {
     vi h = i_keep(some, i_max(h_of(f_min(x, f_all(65504))), i_all(1)));
@@ -26,10 +26,10 @@ INLINE vf inverse_of(vf scale, vm some)
 
 INLINE vf clamp(vf x, vf low, vf high) { return f_min(f_max(x, low), high); }
 
-/* Nearest integer, ties to even, of |x| < 2^21, plus `offset`: in the low byte. */
+/* Nearest integer, ties to even, for |x| < 2^21, plus `offset`, in the low byte. */
 INLINE vi nearest(vf x, int offset) { return f_bits(f_add(x, f_all(12582912.f + (float)offset))); }
 
-/* The low bytes of four vectors to one word a lane. */
+/* Combines the low bytes of four vectors to one word per lane. */
 INLINE vi join_bytes(const vi *c)
 {
     vi w = i_mix(i_all(0xff), c[0], i_left(c[1], 8));
@@ -47,7 +47,7 @@ INLINE vf absmax(const float *x, int64_t n)
     return f_max(f_max(a[0], a[1]), f_max(a[2], a[3]));
 }
 
-/* Minimum in the order of rows.h: which of 0 and -0 is met first decides the stored sign. */
+/* Minimum and maximum in the order of rows.h: whether 0 or -0 comes first decides the stored sign. */
 INLINE void extremes(const float *x, int64_t n, vf *low, vf *high)
 {
     for (int k = 0; k < 16; k += 4) {
@@ -65,8 +65,8 @@ INLINE void extremes(const float *x, int64_t n, vf *low, vf *high)
     }
 }
 
-/* fp32 to a float of `m` bits of mantissa: rounded as an integer; below its least normal number, adding `shifter`
- * leaves multiples of its least subnormal. `sign` is the bit it goes to. */
+/* Converts fp32 to a float with `m` mantissa bits. Normal numbers are rounded as integers; below `normal`, adding
+ * `shifter` rounds to multiples of the smallest subnormal. `sign` is the position of the sign bit. */
 INLINE vi to_small(vf y, float most, uint32_t m, uint32_t bias, float normal, float shifter, uint32_t sign)
 {
     vf a = f_min(f_abs(y), f_all(most));
@@ -80,7 +80,8 @@ INLINE vi to_small(vf y, float most, uint32_t m, uint32_t bias, float normal, fl
 
 INLINE vi e4m3_code(vf y) { return to_small(y, 448, 3, 120, 0x1p-6f, 0x1p14f, 0x80); }
 
-/* One group of n dims in a coding that codes each element alone; metadata at `meta`, `plane` bytes a plane. */
+/* One group of n dims in a coding without statistics across elements; metadata at `meta`, planes
+ * `plane` bytes apart. */
 INLINE void encode_group(int coding, int bits, int scale_kind, const float *x, int64_t n, uint8_t *meta, int64_t plane,
                          uint32_t *codes)
 {
@@ -106,7 +107,7 @@ INLINE void encode_group(int coding, int bits, int scale_kind, const float *x, i
         } else if (coding == KVC_CODING_E2M1) {
             vi e = i_keep(some, i_max(e4m3_code(f_div(a, f_all(6))), i_all(1)));
             i_store8(meta, e);
-            vf scale = f_mul(h_low(i_left(e, 7)), f_all(256)); /* e4m3 to e5m10: 8 less in the exponent */
+            vf scale = f_mul(h_low(i_left(e, 7)), f_all(256)); /* e4m3 to e5m10: subtract 8 from the exponent */
             inverse = inverse_of(scale, some);
         } else {
             float most = coding == KVC_CODING_E4M3 ? 448 : coding == KVC_CODING_E5M2 ? 57344 : top;
@@ -133,8 +134,9 @@ INLINE void encode_group(int coding, int bits, int scale_kind, const float *x, i
     }
 }
 
-/* Levels of Lloyd's 16 above 0 by cells of 8: where a cell begins, the level's code (in its low byte) and the level; the edge
- * in it, one at most because levels are 12 apart and more; what the level grows by there. */
+/* Tables of the positive Lloyd-Max levels by cells of width 8: at the start of the cell, the code (in its low byte) and
+ * the level; the edge within the cell (at most one, because levels are at least 12 apart); the increase of the level at
+ * the edge. */
 #define LLOYD_CODE(k) (12582912.f + 8 + (k))
 static const float lloyd_code_at[16] = {LLOYD_CODE(0), LLOYD_CODE(0), LLOYD_CODE(1), LLOYD_CODE(1),
                                         LLOYD_CODE(2), LLOYD_CODE(3), LLOYD_CODE(3), LLOYD_CODE(4),
@@ -145,7 +147,7 @@ static const float lloyd_edge[16] = {1e9f,  12,   1e9f,  24.5f, 37.5f, 1e9f,   5
                                      66.5f, 1e9f, 85.5f, 1e9f,  1e9f,  111.5f, 1e9f, 1e9f};
 static const float lloyd_growth[16] = {0, 12, 0, 13, 13, 0, 14, 0, 17, 0, 21, 0, 0, 31, 0, 0};
 
-/* The cell of a >= 0 in its low 4 bits; where one begins, it or the one before, which say the same. */
+/* The cell of a >= 0 in its low 4 bits. At a boundary it may be the previous cell, which gives the same level. */
 INLINE vi lloyd_cell(vf a)
 {
     return f_bits(f_add(f_fma(f_min(a, f_all(127)), f_all(0.125f), f_all(-0.5f)), f_all(12582912.f)));
@@ -169,7 +171,7 @@ INLINE vf tree_sum(vf *p)
     return p[0];
 }
 
-/* Of each row's codes in steps of 1 / inverse: the sum of the row times its levels, and that of these squared. */
+/* For codes with step 1 / inverse of each row: num = sum of row * levels, den = sum of levels squared. */
 INLINE void fit(int coding, int bits, const float *x, int64_t n, vf inverse, vf *num, vf *den)
 {
     const int half = 1 << (bits - 1);
@@ -178,7 +180,7 @@ INLINE void fit(int coding, int bits, const float *x, int64_t n, vf inverse, vf 
         p[k] = f_all(0);
         for (int64_t d = k; d < n; d += LANES) {
             vf v = at_dim(x, d), y = f_mul(v, inverse), level;
-            if (coding == KVC_CODING_LLOYD) { /* both signs are the level's too */
+            if (coding == KVC_CODING_LLOYD) { /* a level and its negative behave alike */
                 v = f_abs(v);
                 y = f_abs(y);
                 vi cell = lloyd_cell(y), growth = f_bits(f_table(lloyd_growth, cell));
@@ -194,7 +196,7 @@ INLINE void fit(int coding, int bits, const float *x, int64_t n, vf inverse, vf 
     *den = f_add(f_add(squares[0], squares[1]), f_add(squares[2], squares[3]));
 }
 
-/* 1 / step of each row: of those that it tries, see kvc_rotated_steps. */
+/* 1 / step of each row, the best of the steps that the coding tries (kvc_rotated_steps). */
 INLINE vf best_inverse(int coding, int bits, const float *x, int64_t n, vf step)
 {
     vf inverse = f_div(f_all(1), step), num, den;
@@ -211,7 +213,7 @@ INLINE vf best_inverse(int coding, int bits, const float *x, int64_t n, vf step)
     return inverse;
 }
 
-/* Sum over i in (d, n) of weigh[i] * x[i], as rows.h adds it up. */
+/* Sum over i in (d, n) of weigh[i] * x[i], in the order of rows.h. */
 static __attribute__((noinline)) vf weighed(const float *weigh, const float *x, int64_t d, int64_t n)
 {
     vf p[LANES];
@@ -230,7 +232,7 @@ INLINE vf nearest_level(vf y, int coding, int bits)
     return f_within(f_add(f_floor(y), f_all(0.5f)), half - 0.5f);
 }
 
-/* kvc_feed_back of 16 rows. Cost: dim^2 / 2 times 2 products, additions and loads. */
+/* kvc_feed_back for 16 rows. Cost: dim^2 / 2 times 2 products, additions and loads. */
 static __attribute__((noinline)) vf feed_back(int coding, int bits, float *x, int64_t n, vf inverse,
                                               const float *feedback)
 {
@@ -254,8 +256,8 @@ static __attribute__((noinline)) vf feed_back(int coding, int bits, float *x, in
     return f_min(f_div(length, num), f_mul(f_all(1.125f), f_div(num, den)));
 }
 
-/* Rotated rows, x overwritten, `mean` (NULL: none) subtracted before. Sums of levels squared are exact
- * (quarters, or integers, below 2^24), so in any order. */
+/* Rotated codes; overwrites x. Subtracts `mean` first (NULL: none). Sums of squared levels are exact (quarters, or
+ * integers below 2^24), so their order does not matter. */
 INLINE void encode_rotated(int coding, int bits, float *x, int64_t n, const float *mean, const float *feedback,
                            uint8_t *meta, uint32_t *codes)
 {
@@ -266,7 +268,7 @@ INLINE void encode_rotated(int coding, int bits, float *x, int64_t n, const floa
     vm none = f_less(a, f_all(0x1p-100f)), some = f_less(f_all(0x1.fffffep-101f), a);
     for (int k = 0; k < LANES; k++) p[k] = f_all(0);
     rotate_tile(x, n, f_div(f_all(1), f_pick(none, f_all(1), a)), (after){.squares = p});
-    vf length = tree_sum(p), rms = f_sqrt(f_div(length, f_all((float)n))); /* length: squared */
+    vf length = tree_sum(p), rms = f_sqrt(f_div(length, f_all((float)n))); /* length: sum of squares */
     vf inverse = best_inverse(coding, bits, x, n, f_mul(f_all(step), f_pick(none, f_all(1), rms))), fed = inverse;
     if (feedback) {
         fed = feed_back(coding, bits, x, n, inverse, feedback);
@@ -276,7 +278,7 @@ INLINE void encode_rotated(int coding, int bits, float *x, int64_t n, const floa
         vf num[4] = {f_all(0), f_all(0), f_all(0), f_all(0)};
         vi all = i_all((uint32_t)(1 << (bits - 1)) * 0x01010101u);
         for (int64_t d = k; d < n; d += 16) {
-            /* 2^23 and twice a code; of three dims together, 8 bits apart. Exact, for it stays below 2^24. */
+            /* 2^23 plus twice a code; three dims in one float, 8 bits apart. Exact, because it stays below 2^24. */
             vf one = f_all(0x1p23f + 2 * half - 1), three = f_all(0x1p23f + (2 * half - 1) * 0x10101p0f);
             if (coding == KVC_CODING_LLOYD) {
                 vi c[4];
@@ -306,12 +308,12 @@ INLINE void encode_rotated(int coding, int bits, float *x, int64_t n, const floa
         for (int i = 0; i < 4; i++) p[k + i] = num[i];
     }
     vf squares = f_add(f_add(den[0], den[1]), f_add(den[2], den[3])), num = tree_sum(p);
-    vf gain = f_div(num, squares); /* kvc_rotated_gain */
+    vf gain = f_div(num, squares); /* as kvc_rotated_gain */
     if (kvc_rotated_steps(coding, bits) > 1) gain = f_min(f_div(length, num), f_mul(f_all(1.125f), gain));
     put_scale(f_mul(feedback ? fed : gain, a), some, meta);
 }
 
-/* Digits, as kvc_encode_spread. */
+/* The codes of cal2, as kvc_encode_spread. */
 INLINE void encode_spread(float *x, int64_t n, const float *mean, uint8_t *meta, uint32_t *codes)
 {
     int64_t fine = n / 4, used = n - fine;
@@ -326,7 +328,7 @@ INLINE void encode_spread(float *x, int64_t n, const float *mean, uint8_t *meta,
         f_store(x + d * LANES, v);
         p[d % LANES] = f_add(p[d % LANES], f_mul(v, v));
     }
-    vf length = tree_sum(p), rms = f_sqrt(f_div(length, f_all((float)used))); /* length: squared */
+    vf length = tree_sum(p), rms = f_sqrt(f_div(length, f_all((float)used))); /* length: sum of squares */
     rms = f_pick(none, f_all(1), rms);
     vf steps[2] = {f_div(f_all(1), rms), f_div(f_all(1), f_mul(f_all(KVC_FINE), rms))};
     vi twos = i_all(0x02020202), ones = i_all(0x03030303);

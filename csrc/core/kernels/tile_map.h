@@ -1,14 +1,14 @@
-/* tile_map.h - rows times a matrix, 16 columns to a vector: every element is added up over the rows of the matrix in
- * order, products rounded by themselves, as scalar code does it. So every level gives the same bytes.
+/* tile_map.h - multiplies rows by a matrix, 16 columns per vector. Each element is summed over the rows of the matrix
+ * in order, with products rounded separately, as in scalar code, so all levels give the same bytes.
  *
- * Cost, instructions per 16 x 4 elements of the matrix: 4 rows 4 loads, 16 broadcasts' worth of operands, 32 of
- * arithmetic; 1 row 4 loads and 8. One row is bound by reading the matrix. */
+ * Cost, instructions per 16 x 4 elements of the matrix: for 4 rows 4 loads, 16 broadcast operands, 32 arithmetic; for 1
+ * row 4 loads and 8. A single row is bound by reading the matrix. */
 #ifndef KVC_TILE_MAP_H
 #define KVC_TILE_MAP_H
 
-#define MAP_AHEAD 8 /* rows */
+#define MAP_AHEAD 8 /* in rows */
 
-/* nr rows, nc vectors of columns; constants where this is inlined. fetch: lines of the matrix's rows to ask for ahead. */
+/* nr rows, nc vectors of columns; compile-time constants once inlined. fetch: lines per matrix row to prefetch. */
 INLINE void map_columns(int nr, int nc, const float *x, const float *by, int64_t dim, int64_t fetch, float *out)
 {
     vf sum[16];
@@ -30,7 +30,7 @@ INLINE void map_columns(int nr, int nc, const float *x, const float *by, int64_t
     for (int i = 0; i < nr * nc; i++) f_store(out + i / nc * dim + i % nc * LANES, sum[i]);
 }
 
-/* The first whole vectors of columns of `rows` (4 or 1) rows; gives how many columns that are. */
+/* Processes the leading full vectors of columns for `rows` (4 or 1) rows; returns the number of columns done. */
 static int64_t map_rows(const float *x, int64_t rows, const float *by, int64_t dim, float *out)
 {
     int64_t c = 0;

@@ -1,15 +1,15 @@
-/* tile_move.h - 16 tokens between the places they live in: dense rows, raw tiles, the words of quantized tiles, and
- * x [dim][16], fp32 with a lane per token, which is what codecs compute on. No arithmetic but conversion. Written in
- * the lanes of lanes_<isa>.h, which is included first.
+/* tile_move.h - moves 16 tokens between dense rows, raw tiles, words of quantized tiles, and x [dim][16] (fp32, one
+ * lane per token), which the codecs compute on. No arithmetic except conversions. Uses lanes_<isa>.h, which must be
+ * included first.
  *
- * Cost, instructions per 16 elements: a row to or from x 4 (fp32) or 3 (16 bits: words of two dims are transposed,
- * then split); codes to K words none, to V words 1: the tokens of a word are a 4 x 4 transpose of bytes, one shuffle. */
+ * Cost, instructions per 16 elements: between rows and x 4 (fp32) or 3 (16 bits: words of two dims are transposed, then
+ * split); codes to K words none, to V words 1 (a word's tokens are a 4 x 4 transpose of bytes, one shuffle). */
 #ifndef KVC_TILE_MOVE_H
 #define KVC_TILE_MOVE_H
 
 #include "tile_codes.h"
 
-/* ---------------------------------------------------------------- 16-bit elements, two in a word */
+/* ---------------------------------------------------------------- 16-bit elements, two per word */
 
 INLINE vf low_half(kvc_dtype dtype, vi w) { return dtype == KVC_BF16 ? i_bits(i_left(w, 16)) : h_low(w); }
 INLINE vf high_half(kvc_dtype dtype, vi w)
@@ -17,10 +17,10 @@ INLINE vf high_half(kvc_dtype dtype, vi w)
     return dtype == KVC_BF16 ? i_bits(i_and(w, i_all(0xffff0000))) : h_high(w);
 }
 
-/* x into [-most, most] as kvc_saturate does; NaN stays. */
+/* Clamps x to [-most, most] as kvc_saturate does; NaN stays NaN. */
 INLINE vf saturate(vf x, float most) { return f_min(f_all(most), f_max(f_all(-most), x)); }
 
-/* To the upper half of a word; the lower is rubbish. */
+/* Rounds to the upper half of a word; the lower half is undefined. */
 INLINE vi round_bf16(vf x)
 {
     vi u = f_bits(saturate(x, 0x1.fep127f)), odd = i_and(i_right(u, 16), i_all(1));
@@ -33,9 +33,9 @@ INLINE vi join_halves(kvc_dtype dtype, vf low, vf high)
     return i_or(h_of(saturate(low, 65504)), i_left(h_of(saturate(high, 65504)), 16));
 }
 
-/* ---------------------------------------------------------------- what is finite */
+/* ---------------------------------------------------------------- finite check */
 
-/* True if n words (a multiple of 16) hold finite numbers alone: to an exponent of all ones one more carries into the
+/* True if n words (a multiple of 16) contain only finite numbers: adding 1 to an all-ones exponent carries into the
  * sign. */
 static bool words_finite(const uint8_t *words, kvc_dtype dtype, int64_t n)
 {
@@ -48,8 +48,8 @@ static bool words_finite(const uint8_t *words, kvc_dtype dtype, int64_t n)
 
 /* ---------------------------------------------------------------- rows */
 
-/* Rows are read across, which hardware does not foresee: it is told, a page of 64 tokens ahead. That is into L2: misses
- * of L1 have few places to wait in, and what encodes meanwhile needs them. */
+/* Reading across rows defeats hardware prefetchers, so rows are prefetched a page (64 tokens) ahead: to L2, because
+ * misses occupy L1's few fill buffers, which the encoder running meanwhile needs. */
 #define ROWS_AHEAD 64
 
 INLINE void fetch(const uint8_t *at, ptrdiff_t ahead)
@@ -57,11 +57,11 @@ INLINE void fetch(const uint8_t *at, ptrdiff_t ahead)
     __builtin_prefetch((const char *)((uintptr_t)at + (uintptr_t)ahead), 0, 2);
 }
 
-/* 16 rows of `dtype` to x. */
+/* Loads 16 rows of `dtype` to x. */
 INLINE void load_rows_as(kvc_dtype dtype, const uint8_t *const *row, int64_t dim, float *x)
 {
     int64_t words = dtype == KVC_F32 ? dim : dim / 2;
-    ptrdiff_t ahead = ROWS_AHEAD * (row[1] - row[0]); /* they lie so, most often */
+    ptrdiff_t ahead = ROWS_AHEAD * (row[1] - row[0]); /* usually the rows have a constant stride */
     for (int64_t w = 0; w < words; w += LANES) {
         vi v[LANES];
         bool whole = w + LANES <= words;
@@ -91,7 +91,7 @@ static void load_rows(const uint8_t *const *row, kvc_dtype dtype, int64_t dim, f
         load_rows_as(KVC_BF16, row, dim, x);
 }
 
-/* Lanes k of 16 vectors of words w.. of a tile's rows. */
+/* Lanes k of 16 vectors: words w.. of a tile's rows. */
 INLINE void row_words(kvc_dtype dtype, const float *x, int64_t w, int n, vi *v)
 {
 #pragma GCC unroll 16
@@ -101,7 +101,7 @@ INLINE void row_words(kvc_dtype dtype, const float *x, int64_t w, int n, vi *v)
                    : join_halves(dtype, f_load(x + 2 * (w + k) * LANES), f_load(x + (2 * (w + k) + 1) * LANES));
 }
 
-/* x to 16 rows of `dtype`; a row that is NULL is left out. `stream`: past the caches, if the rows lie so. */
+/* Stores x to 16 rows of `dtype`; NULL rows are skipped. stream: non-temporal stores, if the rows are aligned. */
 INLINE void store_rows_as(kvc_dtype dtype, const float *x, int64_t dim, uint8_t *const *row, bool stream)
 {
     int64_t words = dtype == KVC_F32 ? dim : dim / 2, w = 0;
@@ -143,7 +143,7 @@ static void store_rows(const float *x, kvc_dtype dtype, int64_t dim, uint8_t *co
 
 /* ---------------------------------------------------------------- raw tiles */
 
-/* 16 rows, `stride` bytes apart, to the words of a K tile. */
+/* Copies 16 rows, `stride` bytes apart, to the words of a K tile. */
 static void put_raw_key(const uint8_t *rows, int64_t stride, int64_t words, uint8_t *tile, bool stream)
 {
     stream = stream && (uintptr_t)tile % 64 == 0;
@@ -163,7 +163,7 @@ static void put_raw_key(const uint8_t *rows, int64_t stride, int64_t words, uint
 INLINE void load_raw_as(kvc_dtype dtype, const kvc_side *side, const uint8_t *tile, float *x)
 {
     int64_t D = side->dim;
-    if (side->key) { /* already a lane per token */
+    if (side->key) { /* already one lane per token */
         for (int64_t w = 0; w < D / 2; w++) {
             vi v = i_load(tile + 64 * w);
             f_store(x + 2 * w * LANES, low_half(dtype, v));

@@ -1,8 +1,8 @@
-/* tile_rotate.h - the orthonormal Walsh-Hadamard transform of 16 tokens at once, a lane each: the same additions in
- * the same order as scalar_codec.c, none of them across lanes.
+/* tile_rotate.h - the orthonormal Walsh-Hadamard transform of 16 tokens at once, one per lane. Additions and their
+ * order are those of scalar_codec.c; none are across lanes.
  *
- * Cost: two passes over x in L1, levels 1 to 8 and the rest; log2(block) + 1 instructions per 16 elements and twice a
- * load and a store. */
+ * Cost: two passes over x in L1 (levels 1 to 8, and the rest); log2(block) + 1 instructions per 16 elements, and a load
+ * and a store per pass. */
 #ifndef KVC_TILE_ROTATE_H
 #define KVC_TILE_ROTATE_H
 
@@ -10,7 +10,7 @@
 
 #include <math.h>
 
-/* n and h are constants where these are inlined; v stays in registers only if no loop is left. */
+/* n and h are compile-time constants once inlined; v stays in registers only if all loops are unrolled. */
 INLINE void level(int n, int h, vf *v)
 {
 #pragma GCC unroll 32
@@ -31,13 +31,13 @@ INLINE void levels(int n, vf *v)
     if (n > 16) level(n, 16, v);
 }
 
-/* What is done to the transform on its way to memory. */
+/* Applied to the transform when it is stored. */
 typedef struct after {
     const float *add; /* [dim] added to each token, or NULL */
     vf *squares;      /* [16] sums of squares over d % 16, or NULL */
 } after;
 
-/* Levels from 16 up of the block at dim d0, n vectors 16 dims apart; n is a constant where this is inlined. */
+/* Levels from 16 up of the block at dim d0: n vectors, 16 dims apart; n is a compile-time constant once inlined. */
 INLINE void upper_levels(int n, float *x, int64_t d0, vf norm, after then)
 {
     for (int k = 0; k < LANES; k++) {
@@ -57,7 +57,8 @@ INLINE void upper_levels(int n, float *x, int64_t d0, vf norm, after then)
     }
 }
 
-/* x [dim][16] in place, in blocks of the largest power of two in dim; each element is first multiplied by `scale`. */
+/* Transforms x [dim][16] in place, in blocks of the largest power of two that divides dim. Elements are first
+ * multiplied by `scale`. */
 INLINE void rotate_tile(float *x, int64_t dim, vf scale, after then)
 {
     int64_t block = kvc_block(dim);

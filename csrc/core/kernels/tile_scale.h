@@ -1,4 +1,4 @@
-/* tile_scale.h - 16 stored scales (enum kvc_scale) to floats, a lane each. Behind lanes_<isa>.h. */
+/* tile_scale.h - converts 16 stored scales (enum kvc_scale) to floats, one per lane. Include after lanes_<isa>.h. */
 #ifndef KVC_TILE_SCALE_H
 #define KVC_TILE_SCALE_H
 
