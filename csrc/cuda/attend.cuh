@@ -1,11 +1,12 @@
-/* attend.cuh - paged attention: a block of 4 warps takes (sequence and KV head, block of query rows, run of columns). Rows come
- * in groups of 8, the columns of an MMA; with fewer than 4 groups several warps share one and split the pages. A warp takes a
- * page at a time, 32 tokens at a time, through scores (keys.cuh), online softmax and sums (values.cuh), without a barrier and, but
- * for q, without shared memory: words go from memory to the tensor cores. Whole pages of few bits and of 8 and 16 have ways of their
- * own (packed.cuh, pipeline.cuh).
+/* attend.cuh - paged attention. A block of 4 warps processes (sequence and KV head, block of query rows, run of
+ * columns). Query rows are processed in groups of 8, the columns of an MMA; with fewer than 4 groups, several warps
+ * share a group and split the pages. A warp takes one page at a time, 32 tokens at a time, through scores (keys.cuh),
+ * online softmax and sums (values.cuh). There are no barriers, and only q is in shared memory: words go directly from
+ * global memory to the tensor cores. Full pages of few bits and of 8 and 16 bits have faster paths (packed.cuh,
+ * pipeline.cuh).
  *
- * Between pages whose V is rotated and others the sums are rotated where they lie, in registers: the transform is its own
- * inverse. Those that end rotated are rotated back when the warps' are one. */
+ * When V changes between rotated and other formats, the sums are rotated in registers; the transform is its own
+ * inverse. Sums that are rotated at the end are rotated back after the warps' sums are combined. */
 #ifndef KVC_ATTEND_CUH
 #define KVC_ATTEND_CUH
 
@@ -20,9 +21,10 @@ KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, i
            (staged ? KVC_WARPS * kvc_stage_bytes(dims) : 0);
 }
 
-/* Kernels are made for sets of kinds: code for fewer takes fewer registers. The first that has all of a call's is taken.
- * Blocks on a multiprocessor: what the code of all kinds together keeps in registers lets fewer run; so do sums of 256 dims. */
-/* From sm_100 on 128 registers spill 380 bytes of int8, 168 of it 164, of few bits 340. */
+/* Kernels are instantiated for sets of kinds, because code for fewer kinds uses fewer registers. The first set that
+ * covers a call's kinds is used. The occupancy is lower for the set of all kinds, whose code needs more registers, and
+ * for sums of 256 dims. */
+/* On sm_100 and later, a limit of 128 registers spills 380 bytes for int8 (168 registers: 164) and 340 for few bits. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 #define KVC_BLOCKS(blocks) 2
 #else
@@ -37,7 +39,7 @@ KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, i
     SET(ints, KVC_BLOCKS(3), KVC_RAW_KINDS | 1u << KVC_KIND_INT8 | 1u << KVC_KIND_INT4 | 1u << KVC_KIND_INT2)          \
     SET(any, 2, (1u << KVC_KINDS) - 1)
 
-/* Which of the lane's 8 scores count: bits 2e + i. */
+/* Mask of the lane's 8 scores that are visible: bits 2e + i. */
 KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const kvc_query *q, const kvc_page_at *v,
                                 int block)
 {
@@ -62,7 +64,7 @@ KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const 
 
 KVC_DEVICE float kvc_score(const kvc_scores *of, int x) { return fmaf(of->s[x], of->by[x & 1], of->plus[x & 1]); }
 
-/* Capped if wanted; those that do not count below all others. */
+/* Applies the softcap, if any, and masks invisible scores with a value below all others. */
 KVC_DEVICE void kvc_mask_scores(float softcap, uint32_t visible, kvc_scores *of)
 {
     KVC_UNROLL for (int x = 0; x < 8; x++)
@@ -73,7 +75,7 @@ KVC_DEVICE void kvc_mask_scores(float softcap, uint32_t visible, kvc_scores *of)
     }
 }
 
-/* Orthonormal Walsh-Hadamard transform of o over dims, which are 32m + 4g + 2i + r of o[8m + 4i + 2r + column]. */
+/* Orthonormal Walsh-Hadamard transform of o over the dims: dim 32m + 4g + 2i + r is in o[8m + 4i + 2r + column]. */
 KVC_DEVICE void kvc_rotate_sums(int dims, int dim, float *o)
 {
     int block = dim & -dim, lane = kvc_lane();
@@ -106,14 +108,14 @@ KVC_DEVICE void kvc_rotate_sums(int dims, int dim, float *o)
     CASE(KVC_KIND_E4M3)                                                                                                \
     CASE(KVC_KIND_E5M2) CASE(KVC_KIND_INT8) CASE(KVC_KIND_INT4) CASE(KVC_KIND_INT2)
 
-/* Is a side as wide as the kernel? Then distances within it are the compiler's to know: code of its own, but where that of all
- * kinds is long enough. */
+/* Whether a side is as wide as the kernel, so that distances within it are compile-time constants. This duplicates the
+ * code, so kernels for all kinds do not use it. */
 KVC_DEVICE bool kvc_exact(const uint32_t kinds, int dims, const kvc_side *side)
 {
     return !(kinds >> KVC_KIND_STAGED & 1) && side->dim == dims;
 }
 
-/* Scores of a block of a page in any of the kinds; `plus`: to be added. */
+/* Scores of a block of a page of any kind; *plus receives a term to be added to them. */
 KVC_DEVICE kvc_scores kvc_any_scores(const uint32_t kinds, int dims, const kvc_page_room *page, const kvc_page_at *at,
                                      int block, const kvc_query *q, kvc_stage *stage, const float plus[2])
 {
@@ -159,7 +161,8 @@ KVC_DEVICE void kvc_any_sums(const uint32_t kinds, int dims, const kvc_page_room
     }
 }
 
-/* What a column's page adds to the rows of a group. `whole`: blocks whose tokens all rows see. */
+/* Adds the contribution of a column's page to the rows of a group. `whole`: blocks whose tokens are visible to all
+ * rows. */
 KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const kvc_page_room *page,
                                 const kvc_page_at *at, int whole, const uint32_t kinds, int dims, const kvc_query *q,
                                 kvc_stage *stage, kvc_softmax *state, float *o)
@@ -186,7 +189,8 @@ KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const 
     }
 }
 
-/* What the block is for, and its row, by one of its warps; they take turns, as a multiprocessor has several blocks. */
+/* Determines what the block works on, and its row. Done by one of its warps; blocks of a multiprocessor use different
+ * ones. */
 KVC_DEVICE void kvc_attend_begin(const kvc_call *call, kvc_attend_room *room)
 {
     if (kvc_warp() == (kvc_block_x() & (KVC_WARPS - 1))) {
@@ -205,13 +209,14 @@ KVC_DEVICE void kvc_attend_begin(const kvc_call *call, kvc_attend_room *room)
     kvc_barrier();
 }
 
-/* Of a call whose one token of a row attention writes (kvc_call.joined): do columns [begin, end) have it? Nobody else reads it. */
+/* For a call in which attention writes the one token per row (kvc_call.joined): whether columns [begin, end) contain
+ * that token. No other block reads it. */
 KVC_DEVICE bool kvc_has_token(const kvc_row *row, int begin, int end)
 {
     int c = (int)(row->own_in_pages ? row->filling_column : row->used);
     return c >= begin && c < end;
 }
-/* Half of the block's warps write K, half V, a thread every 64th number, which are on their way while q is prepared. */
+/* Half of the block's warps write K, half V; each thread writes every 64th element, loaded while q is prepared. */
 #define KVC_NUMBERS (KVC_CUDA_DIM / 64)
 KVC_DEVICE int kvc_own_side(void) { return kvc_warp() < KVC_WARPS / 2; }
 KVC_DEVICE void kvc_ask_own(const kvc_call *call, const int dims, int b, int h, uint32_t bits[KVC_NUMBERS])
@@ -231,9 +236,9 @@ KVC_DEVICE void kvc_write_own(const kvc_call *call, const kvc_row *row, const in
         kvc_put_number(call, kvc_own_side(), (kvc_thread() & 63) + 64 * k, bits[k], to);
 }
 
-#define KVC_NOT_ASKED -2 /* an entry */
+#define KVC_NOT_ASKED -2 /* value of an entry that was not loaded */
 
-/* The column behind c; where there are `sinks`, the last of all is column 0. */
+/* The column after c. If there are `sinks`, column 0 comes last. */
 KVC_DEVICE int kvc_turn(int c, int share, int *sinks, int *end)
 {
     int behind = c + share, turns = behind >= *end ? *sinks : 0;
@@ -255,9 +260,9 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     int Dv = (int)st->value_dim;
     if (call->weights) kvc_keep_none(call, b, h, begin, end);
     const bool writes = call->joined && kvc_has_token(&room->row, begin, end);
-    if (begin == 0 && st->sinks == 0 && room->row.used) begin = 1; /* no token lies in column 0 */
+    if (begin == 0 && st->sinks == 0 && room->row.used) begin = 1; /* column 0 has no tokens */
     int start = begin + part;
-    int sinks = start == 0 && share < end; /* then column 0 comes last: sums are rotated once less */
+    int sinks = start == 0 && share < end; /* then column 0 comes last, which saves one rotation of the sums */
     if (sinks) start = share;
     const bool packs = kinds & (1u << KVC_KIND_INT2 | 1u << KVC_KIND_INT4);
     int64_t early = packs ? kvc_entry_ahead(&room->row, start + (lane >> 2) * share, end) : -1;
@@ -277,17 +282,17 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     kvc_query *q = kvc_group_query(call, group);
     kvc_stage *stage = NULL;
     if (staged) stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, groups) + warp * kvc_stage_bytes(dims));
-    uint8_t *pipe = (uint8_t *)kvc_group_query(call, groups) + warp * call->pipe; /* where nothing is staged */
+    uint8_t *pipe = (uint8_t *)kvc_group_query(call, groups) + warp * call->pipe; /* used if nothing is staged */
     kvc_softmax state = {{KVC_NO_MAX, KVC_NO_MAX}, {0, 0}, 1};
     KVC_UNROLL for (int i = 0; i < 2; i++) if (q->spoilt >> (2 * (lane & 3) + i) & 1) state.l[i] = NAN;
     float o[KVC_CUDA_DIM / 4 + KVC_MIDDLES];
     KVC_UNROLL for (int x = 0; x < dims / 4 + KVC_MIDDLES; x++) o[x] = 0;
     kvc_page_room *page = &room->page[warp];
     kvc_seen_by seen = kvc_seen_by_all(call, &room->row, q);
-    int rotated = 0; /* the space that o is in */
+    int rotated = 0; /* the space of o */
     uint8_t *known = NULL;
     const bool middles = kvc_sums_of(kinds, dims) > dims / 4;
-    int owed = 0; /* pages whose middles are to be taken off */
+    int owed = 0; /* number of pages whose code middles have not been subtracted yet */
     int64_t next =
         packs ? KVC_NOT_ASKED : kvc_entry_ahead(&room->row, start + share, end); /* entry of column c + share */
     KVC_ONCE for (int c = start; c < end; c = kvc_turn(c, share, &sinks, &end))
@@ -339,11 +344,11 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     if (middles && owed) kvc_settle(dims, o);
     KVC_UNROLL for (int i = 0; i < 2; i++) if (state.m[i] == KVC_NO_MAX) state.m[i] = -INFINITY;
 
-    /* Warps that share a group add up, one after the other. */
+    /* The warps that share a group add their sums one after the other. */
     if (lane < 4) KVC_UNROLL for (int i = 0; i < 2; i++) room->m[2 * lane + i][warp] = state.m[i];
     if (lane == 0) room->rotated[warp] = rotated;
     kvc_barrier();
-    const kvc_place place = room->place; /* and what follows from it: no register holds them meanwhile */
+    const kvc_place place = room->place; /* reloaded from shared memory, so that no registers hold it during the loop */
     b = place.b, h = place.h, row0 = place.row0, share = place.share, group = warp * groups / KVC_WARPS,
     part = warp & (share - 1);
     float *from = call->partial + (int64_t)place.line * runs * (call->rows * (Dv + 2));

@@ -1,4 +1,4 @@
-/* attend128.cu - attention and mass for head dims up to 128. */
+/* attend128.cu - attention and accumulated attention for head dims up to 128. */
 #include "mass.cuh"
 
 #define SET(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, 128, per)

@@ -1,4 +1,4 @@
-/* attend256.cu - attention and mass for head dims up to 256. */
+/* attend256.cu - attention and accumulated attention for head dims up to 256. */
 #include "mass.cuh"
 
 #define SET(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, 256, 2)

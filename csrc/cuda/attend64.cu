@@ -1,4 +1,4 @@
-/* attend64.cu - attention and mass for head dims up to 64. */
+/* attend64.cu - attention and accumulated attention for head dims up to 64. */
 #include "mass.cuh"
 
 #define SET(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, 64, per)

@@ -1,23 +1,24 @@
-/* attend_wide.cu - attention over heads of more than KVC_CUDA_DIM dims, and over latents (MLA): a token's key is both sides of its
- * page, its value K's. In plain floats, without tensor cores. A block takes (sequence and KV head, eight query rows, run of
- * columns); eight tokens at a time are decoded to shared memory, both sides at once, half a warp a row, so that a page is read
- * once for scores and sums. Then half a warp makes four scores of a row, and a thread sums up to three dims of all rows.
+/* attend_wide.cu - attention for heads of more than KVC_CUDA_DIM dims, and for latents (MLA), where a token's key is
+ * both sides of its page and its value is K's. In fp32, without tensor cores. A block processes (sequence and KV head,
+ * eight query rows, run of columns). Eight tokens at a time are decoded to shared memory, both sides at once, a
+ * half-warp per row, so each page is read once for scores and sums. Then each half-warp computes four scores of a row,
+ * and each thread sums up to three dims of all rows.
  *
- * Cost, a token and query row: Dk multiply-adds for its score (of latents Dk + Dv), as many loads from shared memory; as many
- * as the output has dims for its sum, with a load for eight of them. */
+ * Cost per token and query row: for its score Dk multiply-adds (latents: Dk + Dv) and as many loads from shared memory;
+ * for its sum one multiply-add per output dim, with a load per eight. */
 #define KVC_ROW_DIM KVC_MAX_DIM
 #include "mass.cuh"
 #include "wide.h"
 
 #define THREADS 256
 #define ROWS KVC_WIDE_ROWS
-#define TOKENS (THREADS / 32)                        /* decoded at once: a half warp for each side of each */
-#define SUMS ((KVC_MAX_DIM + THREADS - 1) / THREADS) /* dims of the output that a thread has */
+#define TOKENS (THREADS / 32)                        /* decoded at once: a half-warp per side of each */
+#define SUMS ((KVC_MAX_DIM + THREADS - 1) / THREADS) /* output dims per thread */
 
 typedef struct kvc_wide_room {
     kvc_row row;
     uint32_t words[4];
-    int32_t slot[ROWS]; /* of the row's token; -1: no row */
+    int32_t slot[ROWS]; /* slot of the row's token; -1: no row */
     uint32_t spoilt[ROWS];
     float s[ROWS][TOKENS], m[ROWS], l[ROWS], keep[ROWS];
 } kvc_wide_room;
@@ -44,7 +45,7 @@ KVC_DEVICE kvc_wide kvc_wide_at(const kvc_call *call)
     return w;
 }
 
-/* Eight query rows from row0 on; ends with a barrier. */
+/* Loads eight query rows from row0 on; ends with a barrier. */
 KVC_DEVICE void kvc_wide_queries(const kvc_call *call, const kvc_wide *w, int h, int64_t row0)
 {
     const kvc_attend_args *a = &call->a;
@@ -77,7 +78,7 @@ KVC_DEVICE float kvc_wide_dot(const float *x, const float *y, int dim)
     return sum;
 }
 
-/* Decodes tokens [t0, t0 + TOKENS) of a page and scores them: room->s, -inf at those that a row does not see. Ends with a
+/* Decodes tokens [t0, t0 + TOKENS) of a page and computes room->s; -inf for tokens that a row does not see. Ends with a
  * barrier. */
 KVC_DEVICE void kvc_wide_scores(const kvc_call *call, const kvc_wide *w, const kvc_view *v, int t0)
 {
@@ -89,7 +90,7 @@ KVC_DEVICE void kvc_wide_scores(const kvc_call *call, const kvc_wide *w, const k
     kvc_half_decode(&side, t < v->n ? t : 0, x);
     EACH_PART(k, 0, (int)side.dim / 16) to[16 * k + lane] = x[k];
     kvc_barrier();
-    const float *q = w->q + n * w->query_dim; /* row n, tokens of this half's part */
+    const float *q = w->q + n * w->query_dim; /* row n, tokens of this half-warp's part */
     for (int i = half / TOKENS * (TOKENS / 2), end = i + TOKENS / 2; i < end; i++) {
         float s = kvc_wide_dot(q, w->keys + i * w->key_dim, w->key_dim);
         if (a->latent) s += kvc_wide_dot(q + w->key_dim, w->values + i * w->value_dim, w->value_dim);
@@ -103,7 +104,7 @@ KVC_DEVICE void kvc_wide_scores(const kvc_call *call, const kvc_wide *w, const k
     kvc_barrier();
 }
 
-/* Scores to weights, in place; what sums so far are to be multiplied with. Ends with a barrier. */
+/* Replaces scores by weights, and computes the factors for earlier sums. Ends with a barrier. */
 KVC_DEVICE void kvc_wide_soften(kvc_wide_room *room)
 {
     int r = kvc_thread();
@@ -138,7 +139,7 @@ KVC_DEVICE void kvc_wide_sums(const kvc_wide *w, const float *values, int dim, f
     kvc_barrier();
 }
 
-/* What all runs have of the block's rows, in order, becomes their results. */
+/* Merges the partial results of all runs of the block's rows, in order, and writes the results. */
 KVC_DEVICE void kvc_wide_combine(const kvc_call *call, const kvc_row *row, int dim, int b, int h, int64_t row0,
                                  const float *from)
 {
@@ -205,7 +206,8 @@ KVC_KERNEL(kvc_attend_wide, kvc_call, THREADS, 1)
         kvc_wide_combine(&a, row, dim, b, h, row0, from);
 }
 
-/* H2O's mass by a second pass, as in mass.cuh: a block has columns of its own and all rows, eight at a time. */
+/* Accumulated attention (H2O) by a second pass, as in mass.cuh: a block has its own columns and all rows, eight at a
+ * time. */
 KVC_KERNEL(kvc_mass_wide, kvc_call, THREADS, 1)
 {
     const kvc_store *st = &a.a.store;
@@ -237,7 +239,7 @@ KVC_KERNEL(kvc_mass_wide, kvc_call, THREADS, 1)
     }
 }
 
-/* attends: or its mass. */
+/* attends: attention; otherwise accumulated attention. */
 extern "C" int kvc_attend_wide_launch(const kvc_call *call, bool attends, void *stream)
 {
     int64_t heads = call->a.store.batch * call->a.store.heads, shared = wide_bytes(&call->a);

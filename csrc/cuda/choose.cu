@@ -1,5 +1,6 @@
-/* choose.cu - which tokens stay: the best of a line by score, ties for the younger. A block a line, radix selection on 64-bit
- * keys (score, slot), which differ: what is kept does not depend on any order. Nine passes over the scores. */
+/* choose.cu - selects the tokens to keep: the best of a line by score; of equal scores the younger. One block per line;
+ * radix selection on 64-bit keys (score, slot), which are distinct, so the result does not depend on scheduling. Nine
+ * passes over the scores. */
 #include "device.cuh"
 
 #define THREADS 256
@@ -20,7 +21,7 @@ typedef struct kvc_choose_room {
     int64_t left;
 } kvc_choose_room;
 
-/* Larger for better ones; -0 and 0 are equal scores. */
+/* Larger keys are better; -0 and 0 are equal scores. */
 KVC_DEVICE uint64_t kvc_choose_key(float score, int32_t slot)
 {
     uint32_t u = score == 0 ? 0 : kvc_f32_bits(score);
@@ -59,7 +60,7 @@ KVC_KERNEL(kvc_choose_kernel, kvc_choose_call, THREADS, 4)
                 kvc_atomic_add(&room->count[key >> shift & 255], 1);
         }
         kvc_barrier();
-        if (kvc_thread() == 0) { /* the digit that the last one kept has */
+        if (kvc_thread() == 0) { /* the digit of the last kept key */
             int digit = 255;
             while (digit > 0 && room->left > (int64_t)room->count[digit]) room->left -= room->count[digit--];
             room->prefix |= (uint64_t)digit << shift;

@@ -1,8 +1,8 @@
-/* device.cu - what is kept for each GPU: its count of multiprocessors, and two words: flags that kernels set, and room for what
- * is taken of them. Made at the first call on a device. */
+/* device.cu - data kept per GPU: its number of multiprocessors, and two words: flags that kernels set, and a copy of
+ * those that were fetched. Created at the first call on a device. */
 #include "kvc_cuda.h"
 
-#ifndef KVC_VERSION /* build_cuda.py says */
+#ifndef KVC_VERSION /* set by build_cuda.py */
 #define KVC_VERSION "unnamed"
 #endif
 
@@ -15,7 +15,7 @@ extern "C" const char *kvc_cuda_version(void) { return KVC_VERSION; }
 #include <stdio.h>
 
 #define DEVICES 64
-#ifndef KVC_BUILT_FOR /* build_cuda.py says */
+#ifndef KVC_BUILT_FOR /* set by build_cuda.py */
 #define KVC_BUILT_FOR "unnamed architectures"
 #endif
 
@@ -25,7 +25,7 @@ static struct {
     uint32_t *flags;
 } devices[DEVICES];
 
-/* Allocates and waits: neither may be captured. */
+/* Allocates and synchronizes; neither may be captured. */
 static int prepare(int device, void *stream)
 {
     void *words = NULL;
@@ -61,7 +61,7 @@ extern "C" int kvc_cuda_found(int device, uint32_t *flags)
     kvc_cuda on = {};
     int status = kvc_cuda_begin(device, &on);
     if (status) return status;
-    pthread_mutex_lock(&asking); /* the second word is one for all */
+    pthread_mutex_lock(&asking); /* the second word is shared by all callers */
     status = (int)cudaDeviceSynchronize();
     if (!status) status = kvc_cuda_take(on.flags, on.flags + 1, &on);
     if (!status) status = (int)cudaMemcpy(flags, on.flags + 1, sizeof *flags, cudaMemcpyDeviceToHost);
@@ -69,7 +69,8 @@ extern "C" int kvc_cuda_found(int device, uint32_t *flags)
     return status;
 }
 
-/* Where code and driver or device do not fit, what they are: the driver cannot always say it. */
+/* If the code does not match the driver or device, adds their versions: the driver's message does not
+ * always have them. */
 static const char *with_device(int status)
 {
     static __thread char text[512];

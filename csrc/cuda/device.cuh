@@ -1,5 +1,5 @@
-/* device.cuh - what attend.h is on the CPU: how a call's rows and pages lie. All of it is found by the kernels themselves,
- * from arrays on the device, and checked before anything is touched. */
+/* device.cuh - the counterpart of attend.h: the rows and pages of a call. Kernels compute all of it from arrays on the
+ * device, and check it before any access. */
 #ifndef KVC_DEVICE_CUH
 #define KVC_DEVICE_CUH
 
@@ -12,7 +12,7 @@ KVC_DEVICE int64_t kvc_max(int64_t a, int64_t b) { return a > b ? a : b; }
 /* One side (K or V) of a page. */
 typedef struct kvc_side {
     int format, key;
-    int64_t dim, tokens; /* that the page is laid out for */
+    int64_t dim, tokens; /* tokens of the page layout */
     uint8_t *tiles, *meta;
 } kvc_side;
 
@@ -22,17 +22,17 @@ typedef struct kvc_page {
     int64_t tokens;
 } kvc_page;
 
-/* What a page of a format is made of, on one side: bytes a token, of metadata a token, and of what is per dim. */
+/* Sizes of one side of a page in a format: bytes per token, metadata bytes per token, and metadata per dim. */
 typedef struct kvc_made_of {
     uint16_t codes, meta, dims;
-    uint8_t kind, rotated; /* kind: query.cuh; KVC_NONE_KIND: the side's dim does not take the format */
+    uint8_t kind, rotated; /* kind: see query.cuh; KVC_NONE_KIND if the side's dim does not suit the format */
 } kvc_made_of;
 #define KVC_NONE_KIND 31
 
-/* A sequence's part of a call whose sequences differ (varlen.cu). */
+/* A sequence's part of a call with sequences of different lengths (varlen.cu). */
 typedef struct kvc_segment {
-    int32_t token, own, queries;   /* its first token in q, k, v and out; how many of k and v; of q */
-    int32_t own_page, own_columns; /* pages of own tokens that a head has, behind so many of the sequences before */
+    int32_t token, own, queries;   /* its first token in q, k, v and out; number of tokens in k and v; in q */
+    int32_t own_page, own_columns; /* temporary pages of own tokens per head; own_page: those of preceding sequences */
 } kvc_segment;
 
 /* The at-th block of query rows of sequence b, or of its columns to write. */
@@ -40,53 +40,55 @@ typedef struct kvc_item {
     int32_t b, at;
 } kvc_item;
 
-/* What such a call has in its workspace, next to its table. */
+/* Lists of such a call in its workspace. */
 typedef struct kvc_lists {
     kvc_segment *segments; /* [batch]; NULL: all sequences have T tokens and Tq queries */
     kvc_item *attend, *write;
-    uint32_t *counts; /* of both */
+    uint32_t *counts; /* lengths of both lists */
     int64_t attend_most, write_most, own_most;
-    uint32_t *spoilt; /* NULL, or [batch]: 1 where there was NaN or Inf in k or v: the output is NaN then */
+    uint32_t *spoilt; /* [batch] or NULL: 1 if k or v had NaN or Inf; the output is NaN then */
 } kvc_lists;
 
-/* A call, as kernels get it. */
+/* A call, as passed to kernels. */
 typedef struct kvc_call {
     kvc_attend_args a;
     kvc_lists lists;
-    const int64_t *seen; /* on the device; NULL: a.seen */
+    const int64_t *seen; /* on the device; NULL: use a.seen */
     uint32_t *flags;
-    int32_t *own_list;   /* [B, T] which tokens are real, where some are not; else NULL */
-    int32_t *own_count;  /* [B] how many */
-    uint8_t *own_pages;  /* [B, H, own_columns] raw pages of the call's own tokens */
+    int32_t *own_list;   /* [B, T] indices of the real tokens if some are masked; else NULL */
+    int32_t *own_count;  /* [B] their number */
+    uint8_t *own_pages;  /* [B, H, own_columns] temporary raw pages of own tokens */
     int64_t own_columns; /* of `own_page` tokens each */
     int64_t own_page;
-    int own_raw;                         /* raw format of k and v */
-    uint32_t kinds, forms;               /* of pages (query.cuh) that there is shared memory for; of q that they want */
-    int32_t form_at[6];                  /* bytes of eight query rows before each form; behind them all */
+    int own_raw; /* raw format of k and v */
+    /* kinds of pages (query.cuh) that shared memory is reserved for; forms of q that they need */
+    uint32_t kinds, forms;
+    int32_t form_at[6];                  /* byte offset of each form in eight query rows; the last is the total */
     kvc_made_of made_of[2][KVC_FORMATS]; /* V, K */
-    int64_t group, rows;                 /* G; query rows of a block: of one KV head, token by token */
-    int64_t blocks, runs;                /* of queries; of columns */
+    int64_t group, rows;                 /* GQA group size; query rows per block: of one KV head, token by token */
+    int64_t blocks, runs;                /* blocks of queries; runs of columns */
     float *partial;                      /* [lines, runs] x (rows x (Dv + 2)): o, m, l */
-    uint32_t *done;                      /* [lines] runs that have written theirs; 0 before and behind */
-    int64_t lines;                       /* (sequence, head, block of queries) */
-    int64_t write_columns;               /* items of writing a (sequence, head) */
-    uint32_t *weights;                   /* NULL, or kept for the mass: see kept.cuh */
+    uint32_t *done;                      /* [lines] runs that are finished; 0 before and after the call */
+    int64_t lines;                       /* number of (sequence, head, block of queries) */
+    int64_t write_columns;               /* items of writing per (sequence, head) */
+    uint32_t *weights;                   /* weights stored for accumulated attention, or NULL: see kept.cuh */
     float *tops;
     int kept_blocks, kept_pairs;
-    int eights;   /* q is such that eight rows become fragments at once (prepare.cuh) */
-    int prefill;  /* long calls have kernels of their own (prefill.cuh) */
-    int token;    /* a token a row, on raw pages: token.cu writes it, and kvc_write_kernel seals alone */
-    int joined;   /* or attention writes it, and that is all the call does */
-    int64_t pipe; /* bytes of shared memory of a warp for pages on their way (pipeline.cuh); 0: none */
+    int eights;   /* q can be converted to fragments eight rows at a time (prepare.cuh) */
+    int prefill;  /* use the kernels for long calls (prefill.cuh) */
+    int token;    /* one token per row, on raw pages: written by token.cu; kvc_write_kernel only seals */
+    int joined;   /* one token per row, written by the attention kernel; the call is a single launch */
+    int64_t pipe; /* shared memory per warp for asynchronously copied pages (pipeline.cuh); 0: none */
 } kvc_call;
 
-/* launch.cu. Fills the call; returns the bytes of its workspace. longest: 0, or of sequences that differ: then Tq and T are
- * those of all together, and kernels are chosen for `typical` tokens. Run: of the seals, as many may be filled by no row. */
+/* launch.cu. kvc_call_plan fills the call and returns the bytes of its workspace. longest: 0, or for sequences of
+ * different lengths the longest; Tq and T are then totals over all sequences, and kernels are chosen for `typical`
+ * tokens. kvc_call_run: `seals`: how many seals may be of pages that no row fills. */
 int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t longest, int64_t typical, kvc_call *call);
 int kvc_call_run(const kvc_call *call, int64_t seals, const kvc_cuda *on);
 extern "C" int kvc_token_launch(const kvc_call *call, void *stream); /* token.cu */
 
-/* Loads take 16 bytes, and pages lie at multiples of 64: an arena must, too. */
+/* Loads have 16 bytes, and page offsets are multiples of 64, so the arena must be aligned to 64. */
 static inline int kvc_store_aligned(const kvc_store *s) { return (uintptr_t)s->arena % 64 ? KVC_CUDA_ALIGNMENT : 0; }
 
 KVC_DEVICE void kvc_flag(uint32_t *flags, uint32_t bit)
@@ -94,7 +96,7 @@ KVC_DEVICE void kvc_flag(uint32_t *flags, uint32_t bit)
     if (flags) kvc_atomic_or(flags, bit);
 }
 
-/* As kvc_align, in 32 bits. */
+/* kvc_align in 32 bits. */
 KVC_DEVICE int kvc_align_bytes(int n) { return (n + KVC_ALIGN - 1) & -KVC_ALIGN; }
 
 KVC_DEVICE bool kvc_takes(int format, int64_t dim)
@@ -124,14 +126,14 @@ KVC_DEVICE kvc_page kvc_page_of(const kvc_store *s, int64_t entry, int64_t h, in
     return page;
 }
 
-/* What an entry names, all heads of a group, takes. */
+/* Bytes of the pages that an entry names (all heads of a group). */
 KVC_DEVICE int64_t kvc_group_bytes(const kvc_store *s, int64_t entry, int64_t tokens)
 {
     int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
     return (s->table_heads == 1 ? s->heads : 1) * kvc_page_layout(key, value, s->key_dim, s->value_dim, tokens).bytes;
 }
 
-/* Do pages that a copy goes between share no bytes? As kvc_apart_check. */
+/* Whether the pages of a copy do not overlap; as kvc_apart_check. */
 KVC_DEVICE bool kvc_apart(const kvc_store *s, int64_t from, int64_t to, int64_t tokens)
 {
     int64_t a = kvc_entry_offset(from), b = kvc_entry_offset(to);
@@ -149,23 +151,22 @@ KVC_DEVICE kvc_side kvc_page_side(const kvc_page *p, int key, int64_t key_dim, i
 
 /* ---------------------------------------------------------------- rows */
 
-/* See attend.h: one (sequence, table row). */
+/* See attend.h: a (sequence, table row). */
 typedef struct kvc_row {
-    int64_t at; /* in the table */
+    int64_t at; /* index in the table */
     int64_t stored, own, first, seen;
-    int64_t
-        batch; /* in dimension 0 of q, k, v and out; of sequences that differ their first token, and strides are a token's */
-    int64_t queries, query_slot, own_page; /* how many, slot of the first; see own_pages */
+    /* index in dimension 0 of q, k, v and out; for sequences of different lengths the first token */
+    int64_t batch;
+    int64_t queries, query_slot, own_page; /* number of queries, slot of the first; see own_pages */
     const int32_t *own_at, *slots;
     bool contiguous, own_in_pages;
     int64_t filling, filling_column;
     int64_t used; /* columns that hold stored tokens for attention */
     const int64_t *entries;
-    int32_t plain_end,
-        not_plain; /* columns from 1 on whose entries are the table's: but for this one, if it is not 0 */
+    int32_t plain_end, not_plain; /* columns from 1 on have the table's entries, except for this one if it is not 0 */
 } kvc_row;
 
-/* kvc_column without a division of 64 bits. */
+/* kvc_column without a 64-bit division. */
 KVC_DEVICE int64_t kvc_column_of(const kvc_store *s, int64_t i)
 {
     return i < s->sinks ? 0 : 1 + (int64_t)((uint32_t)(i - s->sinks) / (uint32_t)s->page_size);
@@ -184,14 +185,14 @@ KVC_DEVICE int64_t kvc_row_stored(const kvc_store *s, int64_t at, uint32_t *flag
 
 KVC_DEVICE int64_t kvc_entry_at(const kvc_store *s, int64_t at, int64_t c) { return s->table[at * s->columns + c]; }
 
-/* The whole warp. */
+/* Called by the whole warp. */
 KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h)
 {
     const kvc_attend_args *a = &call->a;
     const kvc_store *s = &a->store;
     kvc_row row;
     row.at = b * s->table_heads + (s->table_heads == 1 ? 0 : h);
-    int64_t first = s->rows[2 * row.at + 1]; /* on its way beside the others: each alone takes as long */
+    int64_t first = s->rows[2 * row.at + 1]; /* loaded together with the others: each load alone has the full latency */
     row.seen = kvc_seen(call);
     row.stored = kvc_row_stored(s, row.at, call->flags);
     row.own = call->own_list ? call->own_count[b] : a->T;
@@ -236,7 +237,7 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h)
     return row;
 }
 
-/* For the whole block: one warp finds the row of (b, h). Ends with a barrier. */
+/* For the whole block: one warp determines the row of (b, h). Ends with a barrier. */
 KVC_DEVICE void kvc_row_shared(const kvc_call *call, int64_t b, int64_t h, kvc_row *row)
 {
     if (kvc_warp() == 0) {
@@ -254,14 +255,14 @@ KVC_DEVICE int64_t kvc_slot_of(const kvc_row *row, int64_t i)
     return row->slots ? row->slots[i] : row->first + i;
 }
 
-/* ---------------------------------------------------------------- columns, as attention meets them */
+/* ---------------------------------------------------------------- columns, as attention sees them */
 
 typedef struct kvc_view {
-    int64_t first, n; /* index of its first token, tokens stored; n <= 0: nothing */
+    int64_t first, n; /* index of its first token, number of tokens; n <= 0: nothing */
     kvc_page page;
 } kvc_view;
 
-/* Tokens that stored columns hold for attention; columns of a row, own pages included. */
+/* Number of tokens in stored columns; kvc_row_columns: columns of a row, including own pages. */
 KVC_DEVICE int64_t kvc_row_paged(const kvc_row *row) { return row->stored + (row->own_in_pages ? row->own : 0); }
 KVC_DEVICE int64_t kvc_row_columns(const kvc_call *call, const kvc_row *row)
 {
@@ -298,14 +299,15 @@ KVC_DEVICE kvc_view kvc_view_at(const kvc_call *call, const kvc_row *row, int64_
     return v;
 }
 
-/* What a block attends for; b < 0: nothing. `line`: see kvc_call. begin, end: its columns; share: its
- * warps that share a group of rows; paged: kvc_row_paged. All where the block says so. */
+/* What a block works on; b < 0: nothing. `line`: see kvc_call. begin, end: its columns. share: warps that share a group
+ * of rows. paged: kvc_row_paged. Valid if the block is not empty. */
 typedef struct kvc_place {
     int b, h, row0, begin, end, share, paged;
     uint32_t run, line;
 } kvc_place;
 
-/* x: sequence, KV head, run, the same of the next block of rows: y ends at 65535. Where sequences differ: item, head, run. */
+/* blockIdx.x enumerates (sequence, KV head, run, block of rows), because y is limited to 65535. For sequences of
+ * different lengths: item, head, run. */
 KVC_DEVICE kvc_place kvc_place_of(const kvc_call *call)
 {
     uint32_t heads = (uint32_t)call->a.store.heads, runs = (uint32_t)call->runs, x = (uint32_t)kvc_block_x();
@@ -325,7 +327,7 @@ KVC_DEVICE kvc_place kvc_place_of(const kvc_call *call)
     return at;
 }
 
-/* a * b of an index that is not negative. */
+/* a * b for a non-negative index. */
 KVC_DEVICE int64_t kvc_times(int64_t a, int64_t b)
 {
     uint32_t x = (uint32_t)b;

@@ -1,8 +1,8 @@
-/* encode.cuh - a whole side of a page from rows, 16 tokens at a time: a block of 16 half warps, a token each, makes codes in
- * shared memory; then all threads make words of them. Statistics over tokens take a pass before.
+/* encode.cuh - encodes a whole side of a page from rows, 16 tokens at a time: 16 half-warps, one per token, write codes
+ * to shared memory, then all threads pack them to words. Statistics over tokens take an extra pass first.
  *
- * Cost: the rows are read once (twice where statistics are over tokens: the second time from L1 or L2), the page is
- * written once. */
+ * Cost: rows are read once (twice for statistics over tokens, the second time from L1 or L2); the page is written
+ * once. */
 #ifndef KVC_ENCODE_CUH
 #define KVC_ENCODE_CUH
 
@@ -10,7 +10,7 @@
 
 #define KVC_WRITE_THREADS 256
 
-/* What a page is made of: a raw page; rows of a dense array; tokens of other pages. */
+/* Source of a page: a raw page, rows of a dense array, or tokens of other pages. */
 typedef struct kvc_source {
     const kvc_side *raw;
     const kvc_dense *x;
@@ -20,7 +20,7 @@ typedef struct kvc_source {
     const kvc_move *moves; /* token t is that of moves[map[t]] */
     const uint16_t *map;
     int key;
-    uint32_t bit, *flags; /* set where there is NaN or Inf; bit 0: KVC_FLAG_FINITE */
+    uint32_t bit, *flags; /* bit set in *flags if there is NaN or Inf; 0: KVC_FLAG_FINITE */
 } kvc_source;
 
 typedef struct kvc_encode_room {
@@ -29,10 +29,10 @@ typedef struct kvc_encode_room {
     float mean[KVC_ROW_DIM], inverse[KVC_ROW_DIM];
     uint16_t map[KVC_MAX_PAGE];
     uint32_t words[4];
-    kvc_row row; /* of the writing kernel */
+    kvc_row row; /* used by the write kernel */
 } kvc_encode_room;
 
-/* Bytes of a side of a page of the call's own raw format. */
+/* Bytes of a side of a page in the call's own raw format. */
 KVC_DEVICE uint32_t kvc_raw_side_bytes(const kvc_call *call, int key, int64_t tokens)
 {
     const kvc_store *s = &call->a.store;
@@ -40,8 +40,8 @@ KVC_DEVICE uint32_t kvc_raw_side_bytes(const kvc_call *call, int key, int64_t to
     return (uint32_t)kvc_align_bytes((int)((uint32_t)tokens * dim * width));
 }
 
-/* The side of an open page, raw as the call's own tokens are: its layout is two products. On a GPU what a call of one token takes
- * is to fetch the code: that of all layouts is a thousand instructions. */
+/* The side of an open page, raw in the dtype of the call's tokens, so its layout is just two products. The general
+ * layout code has a thousand instructions, and the time of a call with one token is mostly instruction fetch. */
 KVC_DEVICE kvc_side kvc_open_side(const kvc_call *call, int64_t entry, int64_t h, int64_t tokens, int key)
 {
     const kvc_store *s = &call->a.store;
@@ -84,7 +84,7 @@ KVC_DEVICE void kvc_half_load(const kvc_source *from, int64_t t, int64_t dim, fl
     kvc_half_decode(&side, t, x);
 }
 
-/* Of codes [16][dim], one a byte: that of plane p in byte i of word w of a tile. */
+/* From codes [16][dim], one per byte: the code of plane p in byte i of word w of a tile. */
 KVC_DEVICE uint32_t kvc_code_of(int key, int bits, int dim, const uint8_t *codes, int w, int i, int p)
 {
     int t = key ? w % KVC_TILE : 0, j = key ? w / KVC_TILE : w / dim, d = key ? 0 : w % dim;
@@ -92,14 +92,14 @@ KVC_DEVICE uint32_t kvc_code_of(int key, int bits, int dim, const uint8_t *codes
     return codes[key ? t * dim + at : at * dim + d];
 }
 
-/* Words of a tile from such codes. */
+/* Packs such codes to the words of a tile. */
 KVC_DEVICE void kvc_put_tile(const kvc_side *side, int64_t tile, const uint8_t *codes)
 {
     int bits = kvc_format_bits(side->format), key = side->key, dim = (int)side->dim, b = bits == 3 ? 2 : bits;
     uint32_t *out = (uint32_t *)(side->tiles + tile * kvc_tile_bytes(side->format, dim)), mask = (1u << b) - 1;
     for (int w = kvc_thread(); w < bits * dim / 2; w += kvc_threads()) {
         uint32_t word = 0;
-        int high = w - dim; /* of 3 bits: words of high bits follow */
+        int high = w - dim; /* 3 bits: the words of the high bits follow */
         for (int p = 0; p < 8 / b; p++)
             for (int i = 0; i < 4; i++) {
                 if (bits == 3 && high >= 0) {
@@ -115,13 +115,13 @@ KVC_DEVICE void kvc_put_tile(const kvc_side *side, int64_t tile, const uint8_t *
 
 KVC_DEVICE uint16_t kvc_saturated_f16(float x) { return kvc_f32_to_f16(kvc_clamp(x, -65504, 65504)); }
 
-/* Statistics over the page's tokens, as they are stored: the mean; or minimum and 1 / scale. A thread has a dim. */
+/* Statistics over the page's tokens, as they are stored: the mean, or the minimum and 1 / scale. One thread per dim. */
 KVC_DEVICE void kvc_page_statistics(const kvc_side *side, const kvc_source *from, kvc_encode_room *room)
 {
     kvc_traits f = kvc_format_traits(side->format);
     int dim = (int)side->dim;
     uint16_t *at = (uint16_t *)(side->meta + kvc_token_meta_bytes(f, 1, dim, side->tokens));
-    const int turns = (KVC_ROW_DIM + KVC_WRITE_THREADS - 1) / KVC_WRITE_THREADS; /* more than one, of wide rows alone */
+    const int turns = (KVC_ROW_DIM + KVC_WRITE_THREADS - 1) / KVC_WRITE_THREADS; /* more than one only for wide rows */
     KVC_ONCE for (int turn = 0; turn < turns; turn++)
     {
         int d = turn * KVC_WRITE_THREADS + kvc_thread();
@@ -156,7 +156,7 @@ KVC_DEVICE void kvc_page_statistics(const kvc_side *side, const kvc_source *from
     kvc_barrier();
 }
 
-/* All threads of the block: the whole page, in a quantized format. */
+/* Encodes the whole page in a quantized format, with all threads of the block. */
 KVC_DEVICE void kvc_encode_page(const kvc_side *side, const kvc_source *from, kvc_encode_room *room)
 {
     kvc_traits f = kvc_format_traits(side->format);
@@ -185,14 +185,15 @@ KVC_DEVICE void kvc_encode_page(const kvc_side *side, const kvc_source *from, kv
     }
 }
 
-/* Place of an element of 8 bits and more in its tile, in bytes. */
+/* Byte offset of an element of at least 8 bits in its tile. */
 KVC_DEVICE int kvc_cell_place(int key, int bits, int dim, int t, int d)
 {
     int each = 32 / bits, x = key ? d : t;
     return 4 * (key ? x / each * KVC_TILE + t : x / each * dim + d) + x % each * (bits / 8);
 }
 
-/* Tokens [t0, t0 + n) of a side from rows of the call: bits as they are, or codes of a format that takes single tokens. */
+/* Writes tokens [t0, t0 + n) of a side from rows of the call: copied bits, or codes of a format that takes single
+ * tokens. */
 KVC_DEVICE void kvc_store_rows(const kvc_side *side, const kvc_source *from, int64_t t0, int64_t n,
                                kvc_encode_room *room)
 {
@@ -216,7 +217,8 @@ KVC_DEVICE void kvc_store_rows(const kvc_side *side, const kvc_source *from, int
         float x[KVC_PARTS];
         bool mine = kvc_half() >= begin && kvc_half() < end;
         int64_t t = tile * KVC_TILE + (mine ? kvc_half() : begin);
-        kvc_half_load(from, t - t0, dim, x); /* halves without a token repeat the first: the same bytes */
+        /* half-warps without a token repeat the first, which writes the same bytes */
+        kvc_half_load(from, t - t0, dim, x);
         kvc_half_encode(side->format, x, dim, room->codes + kvc_half() * dim, side->meta, t, side->tokens, 1);
         kvc_barrier();
         for (int i = kvc_thread(); i < (end - begin) * dim; i += kvc_threads()) {

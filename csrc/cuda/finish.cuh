@@ -1,43 +1,44 @@
-/* finish.cuh - from a block's sums to results: a row's sums out of shared memory, V's rotation taken back; where the columns are
- * cut up, what each run has of a row goes to memory, and the block that comes last makes them one. */
+/* finish.cuh - from a block's sums to results: reads the rows' sums from shared memory and reverts V's rotation. If the
+ * columns are split into runs, each run writes its partial results to global memory, and the last block to finish
+ * merges them. */
 #ifndef KVC_FINISH_CUH
 #define KVC_FINISH_CUH
 
 #include "pages.cuh"
 
 #define KVC_EIGHT 8
-/* What a warp has looked up of its next pages of few bits (packed.cuh), in turns: places of eight, and of the eight behind; rows'
- * products with their mean keys. */
+/* Lookups of a warp for its next pages of few bits (packed.cuh), double-buffered: addresses of eight pages and of the
+ * next eight; products of the rows with their mean keys. */
 typedef struct kvc_eight_room {
     alignas(16) float dot[KVC_EIGHT][8];
     uint32_t at[2 * KVC_EIGHT];
-    int64_t early[KVC_EIGHT]; /* entries of the warp's first columns, asked for before q is prepared; -1: not known */
-    int32_t first;            /* of these columns */
+    int64_t early[KVC_EIGHT]; /* entries of the warp's first columns, loaded before q is prepared; -1: not loaded */
+    int32_t first;            /* first of these columns */
 } kvc_eight_room;
 
 typedef struct kvc_attend_room {
     kvc_row row;
-    kvc_place place; /* for the end: until then registers hold sums */
+    kvc_place place; /* kept for the end of the kernel, since registers hold sums until then */
     kvc_page_room page[KVC_WARPS];
     kvc_eight_room eight[KVC_WARPS];
     uint32_t words[4];
-    alignas(16) float m[8][KVC_WARPS], l[8][KVC_WARPS]; /* of each warp; l: of weights by the largest m */
-    alignas(16) int rotated[KVC_WARPS];                 /* the space that a warp's sums are in */
+    alignas(16) float m[8][KVC_WARPS], l[8][KVC_WARPS]; /* of each warp; l is relative to the largest m */
+    alignas(16) int rotated[KVC_WARPS];                 /* the space of each warp's sums */
 } kvc_attend_room;
 
-/* Shared memory of a block: room, then a query group each, then a stage for each warp. */
+/* Shared memory of a block: the room, a query group each, a stage for each warp. */
 KVC_DEVICE kvc_query *kvc_group_query(const kvc_call *call, int group)
 {
     return (kvc_query *)(kvc_shared + (sizeof(kvc_attend_room) + 127) / 128 * 128 + group * call->form_at[KVC_FORMS]);
 }
 
-/* Dim of the k-th of a lane's parts of a row: every `step`-th, or every `step`-th pair. */
+/* Dim of a lane's k-th element of a row: every `step`-th dim, or every `step`-th pair. */
 KVC_DEVICE int kvc_part_dim(const bool pairs, int lane, const int step, int k)
 {
     return pairs ? 2 * (lane + step * (k >> 1)) + (k & 1) : lane + step * k;
 }
 
-/* The row's result, as the CPU's driver writes it. o: the lane's `parts` of its `dim` elements. */
+/* Writes a row's result like the CPU's driver. o: the lane's `parts` of `dim` elements. */
 KVC_DEVICE void kvc_put_out(const kvc_call *call, const kvc_row *row, int b, int h, int r, float *o, float m, float l,
                             int dim, int lane, const bool pairs, const int step, const int parts)
 {
@@ -78,12 +79,13 @@ KVC_DEVICE float kvc_weight_of(float m, float top)
     return m == top ? 1 : m > -INFINITY ? kvc_exp2((m - top) * KVC_LOG2E) : 0;
 }
 
-/* Sums of the warps that share a group lie where its q was: those of V as it is, then those of rotated V, whose calls have q in
- * three forms. */
+/* The sums of the warps that share a group replace its q: first those of plain V, then those of rotated V, whose calls
+ * have q in three forms. */
 KVC_DEVICE float *kvc_group_sums(kvc_query *q) { return (float *)(q + 1); }
 
-/* Row n of the block, in half a warp: its sums, rotated back where V was, become its result, or go `to` what this run has of it.
- * pairs: rows are as wide as the kernel; the transform does not mind which of the bits of a dim are the lane's. */
+/* Row n of the block, by a half-warp: adds its sums, rotated back if needed, and writes the result, or writes this
+ * run's partial result `to`. pairs: rows are as wide as the kernel; the transform works for any assignment of dims to
+ * lanes. */
 KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, const bool pairs, int b, int h, int row0, int n,
                                int share, float *to)
 {
@@ -118,7 +120,7 @@ KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, const bool 
     }
 }
 
-/* For the whole block, which has written its part: is it the last of `blocks`, which then reads what all have written?
+/* For the whole block, after it has written its part: whether it is the last of `blocks`, which then reads all parts.
  * The counter is 0 before and after. */
 KVC_DEVICE bool kvc_comes_last(uint32_t *done, uint32_t blocks, uint32_t *shared)
 {
@@ -130,8 +132,8 @@ KVC_DEVICE bool kvc_comes_last(uint32_t *done, uint32_t blocks, uint32_t *shared
     return *shared;
 }
 
-/* Sums of `batch` runs of a row, `each` apart, by the weights that lanes from 0 on have; of those below `many` alone, where they
- * are `some`. All are on their way at once: alone at its end, a block would wait for each. */
+/* Adds `batch` runs of a row, `each` elements apart, weighted by the values in lanes 0 and up; only the first `many` if
+ * `some`. All loads are issued together, because a block that runs alone at the end would wait for each. */
 KVC_DEVICE void kvc_add_runs(const int dims, const bool some, const int batch, int Dv, int many, int each, float w,
                              const float *x, float *o)
 {
@@ -152,8 +154,8 @@ KVC_DEVICE void kvc_add_runs(const int dims, const bool some, const int batch, i
     }
 }
 
-/* The next `batch` of the runs, if they are so many, in order. w: a lane's of runs lane and lane + 32. Rows as wide as the kernel,
- * eight of them, lie at distances that the compiler knows. */
+/* Adds the next `batch` runs, in order, if there are that many. w: weights of runs lane and lane + 32. For eight rows
+ * as wide as the kernel, distances are compile-time constants. */
 KVC_DEVICE int kvc_add_batches(const int dims, const int batch, int run, int runs, const float w[2], const float *x,
                                float *o)
 {
@@ -166,8 +168,8 @@ KVC_DEVICE int kvc_add_batches(const int dims, const int batch, int run, int run
     return run;
 }
 
-/* The results of a block of rows from all its runs, at most 64; a warp a row, a lane two runs' weights. Runs in order: no result
- * depends on timing. */
+/* Merges all runs (at most 64) of a block of rows; one warp per row, two runs' weights per lane. The order of runs is
+ * fixed, so results do not depend on timing. */
 KVC_DEVICE void kvc_combine(const kvc_call *call, const kvc_row *row, const int dims, int b, int h, int row0,
                             const float *from)
 {

@@ -1,4 +1,5 @@
-/* flags.cu - bits that kernels have set go to a word of the host's, in one step: a kernel of another stream may set more. */
+/* flags.cu - moves the flag bits set by kernels to a word that the host reads. One atomic exchange, because a kernel on
+ * another stream may set more bits. */
 #include "kvc_cuda.h"
 #include "ptx.cuh"
 

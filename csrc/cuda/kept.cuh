@@ -1,11 +1,12 @@
-/* kept.cuh - H2O's mass of few rows, as on the CPU: attention leaves its weights, and when lse is known one factor a block and
- * row makes them what the token was paid. Weights are fp16, relative to the row's maximum of that time, which is left beside
- * them; -inf says that a block has none, and then nothing of it is read: so all begin.
+/* kept.cuh - accumulated attention (H2O) for calls with few query rows, as on the CPU: attention stores its weights,
+ * and once lse is known, one factor per block and row turns them into the tokens' shares. Weights are fp16, relative to
+ * the row's running maximum, which is stored with them. A maximum of -inf, the initial value, marks a block without
+ * weights, which is not read.
  *
- * A column has `kept_blocks` blocks of 32 tokens, a block `kept_pairs` pairs of query rows:
- *     weights [B * H, columns, blocks, pairs, 32] of words, a row in each half; tops [B * H, columns, blocks, 2 * pairs].
- * Cost: 16 bytes stored a lane and block, 2 bytes a token and query row written and read: at 4 rows a KV head and 128 dims
- * 6% of int8's pages. */
+ * A column has `kept_blocks` blocks of 32 tokens; a block has `kept_pairs` pairs of query rows: weights [B * H,
+ * columns, blocks, pairs, 32] of words with a row in each half; tops [B * H, columns, blocks, 2 * pairs]. Cost: a store
+ * of 16 bytes per lane and block; 2 bytes written and read per token and query row. At 4 rows per KV head and 128 dims
+ * this is 6% of int8's pages. */
 #ifndef KVC_KEPT_CUH
 #define KVC_KEPT_CUH
 
@@ -18,7 +19,7 @@ typedef struct kvc_kept {
     float *tops;
 } kvc_kept;
 
-/* Elements of both for all columns. */
+/* Number of elements of both arrays, for all columns. */
 KVC_INLINE int64_t kvc_kept_words(const kvc_call *call)
 {
     const kvc_store *s = &call->a.store;
@@ -35,7 +36,7 @@ KVC_DEVICE kvc_kept kvc_kept_at(const kvc_call *call, int64_t b, int64_t h, int6
     return kept;
 }
 
-/* Columns [begin, end) of (b, h) have none: all threads of the block, before a barrier. */
+/* Marks columns [begin, end) of (b, h) as empty. All threads of the block; a barrier must follow. */
 KVC_DEVICE void kvc_keep_none(const kvc_call *call, int64_t b, int64_t h, int64_t begin, int64_t end)
 {
     float *tops = kvc_kept_at(call, b, h, begin).tops;
@@ -43,8 +44,8 @@ KVC_DEVICE void kvc_keep_none(const kvc_call *call, int64_t b, int64_t h, int64_
     for (int64_t i = kvc_thread(); i < n; i += kvc_threads()) tops[i] = -INFINITY;
 }
 
-/* A block's weights p of the warp's rows, as the lanes have them (keys.cuh), relative to top. The warp's group of rows is found
- * again: no register for it. */
+/* Stores a block's weights p of the warp's rows, as distributed over lanes in keys.cuh, relative to top. The warp's
+ * group of rows is recomputed to save a register. */
 KVC_DEVICE void kvc_keep(const kvc_call *call, const kvc_kept *kept, int block, const float top[2], const float p[8])
 {
     int lane = kvc_lane(), group = kvc_warp() * (int)call->rows / (8 * KVC_WARPS), pair = 4 * group + (lane & 3);
@@ -56,7 +57,8 @@ KVC_DEVICE void kvc_keep(const kvc_call *call, const kvc_kept *kept, int block, 
     kvc_store_quad(kept->weights + at * KVC_BLOCK + 16 * (lane >> 4) + 4 * (lane >> 2 & 3), w);
 }
 
-/* What the block's token of this lane was paid by all rows; lse: of row `lane`, NaN: does not count. The whole warp. */
+/* The attention that the lane's token of the block receives from all rows. lse: of row `lane`; NaN excludes a row.
+ * Called by the whole warp. */
 KVC_DEVICE float kvc_kept_mass(const kvc_call *call, const kvc_kept *kept, int block, float lse)
 {
     int lane = kvc_lane(), at = block * call->kept_pairs;

@@ -1,32 +1,34 @@
-/* keys.cuh - scores of 32 tokens (two tiles) for 8 query rows, in a warp: S^T = K Q^T, K's words as A fragments.
+/* keys.cuh - scores of 32 tokens (two tiles) for 8 query rows, by one warp: S^T = K Q^T, with K's words as A fragments.
  *
- * Lane 4g + t has u = g / 4, c = g % 4: of tile u a load of 16 bytes brings it one word of tokens 4c .. 4c + 3, two MMAs' rows g
- * and g + 8. So it ends up with the scores of these four tokens for rows 2t and 2t + 1: s[2e + i], token 4c + e, row 2t + i;
- * and these are what a word of V holds. Eight lanes read 64 adjacent bytes, a warp 512 of two tiles.
+ * For lane 4g + t let u = g / 4, c = g % 4: a load of 16 bytes from tile u gives it one word of each of tokens 4c .. 4c
+ * + 3, which are rows g and g + 8 of two MMAs. It then has the scores of these four tokens for rows 2t and 2t + 1: s[2e
+ * + i], token 4c + e, row 2t + i. A word of V holds the same tokens. Eight lanes read 64 adjacent bytes, a warp 512
+ * bytes of two tiles.
  *
- * Codes become fp16 by bits alone. int8: set into the mantissa of 1024, whose unit they then are, less 1024 and the middle of the
- * codes, exactly. Below 8 bits codes are subnormal numbers where they lie, if the rest is masked away (query.cuh). Codes of a
- * word that are two bytes apart lie in both halves of a register.
+ * Codes are converted to fp16 by bit operations. int8: a code in the mantissa of 1024 counts in units of 1; 1024 and
+ * the middle of the codes are subtracted, exactly. Below 8 bits: with the other bits masked out, codes are subnormal
+ * fp16 numbers without being moved (query.cuh). Codes that are two bytes apart in a word are in the two halves of a
+ * register.
  *
- * Cost for 32 tokens of D dims: D * bits / 64 loads of 16 bytes a lane, D / 8 MMAs (16 bits: a limb of q), and to unpack a word:
- * nothing (16), 4 (int8), 5 (int4), 9 (int2), 2 cvt (e4m3; 8 ALU below sm_89); D / 8 MMAs a page more for its centroid. Every load of a batch is issued before the
- * first is used. */
+ * Cost for 32 tokens of D dims: D * bits / 64 loads of 16 bytes per lane; D / 8 MMAs (for 16 bits per limb of q);
+ * instructions to unpack a word: none (16 bits), 4 (int8), 5 (int4), 9 (int2), 2 cvt (e4m3; 8 ALU below sm_89); D / 8
+ * MMAs per page for a centroid. All loads of a batch are issued before the first is used. */
 #ifndef KVC_KEYS_CUH
 #define KVC_KEYS_CUH
 
 #include "query.cuh"
 
 #define KVC_BLOCK 32 /* tokens */
-#define KVC_BATCH 4  /* quads loaded at once */
+#define KVC_BATCH 4  /* 16-byte loads per batch */
 
-/* Tile u of a block; where the page ends before, the last again: its tokens count as not there. */
+/* Tile u of a block. Past the end of the page it is the last tile again, whose tokens are then masked. */
 KVC_DEVICE int kvc_block_tile(const kvc_side *side, int block, int u)
 {
     int tile = 2 * block + u, last = ((int)side->tokens >> 4) - 1;
     return tile < last ? tile : last;
 }
 
-/* fp16 metadata of the lane's four tokens; of one of them. */
+/* fp16 metadata of the lane's four tokens; kvc_token_scale: of one of them. */
 KVC_DEVICE uint64_t kvc_token_scales(const kvc_side *side, int block)
 {
     int g = kvc_lane() >> 2;
@@ -42,10 +44,10 @@ KVC_INLINE int kvc_kind_bits(int kind)
                                                             : 16;
 }
 
-/* Bits of plane p of words of codes, in bytes 0 and 2. */
+/* Mask of the bits of plane p in bytes 0 and 2 of a word. */
 KVC_INLINE uint32_t kvc_plane_mask(int bits, int p) { return (((1u << bits) - 1) << bits * p) * 0x10001; }
 
-/* A fragment of rows 2i, 2i + 1 of the quads of a step; plane `p` of words below 8 bits. */
+/* A fragment for rows 2i, 2i + 1, from the 16-byte words of an MMA step; plane `p` of words below 8 bits. */
 KVC_DEVICE void kvc_unpack(int kind, const kvc_quad *w, int i, int p, uint32_t a[4])
 {
     KVC_UNROLL for (int r = 0; r < 2; r++)
@@ -70,16 +72,17 @@ KVC_DEVICE void kvc_unpack(int kind, const kvc_quad *w, int i, int p, uint32_t a
     }
 }
 
-/* Where words are: a tile in a page, or in shared memory; or all of a block there, in the order of pipeline.cuh. */
+/* Location of the words: a tile in a page, or in shared memory, or a whole block there in the order of pipeline.cuh. */
 enum kvc_words { KVC_IN_PAGE, KVC_IN_STAGE, KVC_IN_PIPE };
 KVC_DEVICE kvc_quad kvc_load_words(const int kind, const int from, const uint8_t *at)
 {
     if (from != KVC_IN_PAGE) return kvc_load_quad(at);
     return kvc_kind_bits(kind) == 16 ? kvc_load_written(at)
-                                     : kvc_load_stream(at); /* attend.cuh writes to an open page */
+                                     /* not through the read-only path: attend.cuh writes to an open page */
+                                     : kvc_load_stream(at);
 }
-/* Where 16 bytes i of a side of a block go in a pipe: i ^ 2 * this. Of the lane that reads them it has t, or the bit of t that
- * other bytes leave open. */
+/* Swizzle of a pipe: the i-th 16 bytes of a block's side are at i ^ 2 * this. It is t of the lane that reads them, or
+ * the bit of t that the address does not contain. */
 KVC_DEVICE int kvc_piped_turn(int kind, int dims, const bool key, int i)
 {
     if (key) return i >> 3 & (kvc_kind_bits(kind) == 16 ? 3 : 1);
@@ -90,14 +93,14 @@ KVC_DEVICE const uint8_t *kvc_piped(int kind, int dims, const bool key, const ui
     return words + 16 * (i ^ 2 * kvc_piped_turn(kind, dims, key, i));
 }
 
-/* Sums in units of the fragments, of half the tokens each. `tile`: the lane's tile, `words` a token's in it; `from`: where it lies;
- * `rest`: q has a second part. */
+/* Sums in units of the fragments, for half of the tokens each. `tile`: the lane's tile, with `words` words per token;
+ * `from`: its location; `rest`: q has a second part. */
 KVC_DEVICE void kvc_key_parts(int kind, int dims, const bool exact, const bool rest, const uint8_t *tile, int words,
                               const int from, const kvc_query *q, float sum[2][4])
 {
     int form = kvc_form_of(kind), t = kvc_lane() & 3, c = kvc_lane() >> 2 & 3;
-    const int each = kvc_kind_bits(kind) == 16 ? 2 : 1;                           /* quads of an MMA step */
-    const int planes = kind == KVC_KIND_INT2 ? 4 : kind == KVC_KIND_INT4 ? 2 : 1; /* MMA steps of one */
+    const int each = kvc_kind_bits(kind) == 16 ? 2 : 1;                           /* 16-byte words per MMA step */
+    const int planes = kind == KVC_KIND_INT2 ? 4 : kind == KVC_KIND_INT4 ? 2 : 1; /* MMA steps per 16-byte word */
     const int steps = dims * kvc_kind_bits(kind) / 32 / (4 * each);
     const uint64_t *fragments = (const uint64_t *)((const uint8_t *)q + q->at[form]);
     const uint8_t *lane_words[2];
@@ -109,7 +112,7 @@ KVC_DEVICE void kvc_key_parts(int kind, int dims, const bool exact, const bool r
         KVC_UNROLL for (int k = 0; k < KVC_BATCH; k++) if (s0 + k / each < steps)
         {
             int j = 4 * each * (s0 + k / each) + each * t + k % each;
-            const uint8_t *at = tile + 64 * (exact || j < words ? j : 0) + 16 * c; /* behind the last one q is 0 */
+            const uint8_t *at = tile + 64 * (exact || j < words ? j : 0) + 16 * c; /* past the end q is 0 */
             if (from == KVC_IN_PIPE) at = lane_words[k % each] + 256 * each * (s0 + k / each);
             w[k] = kvc_load_words(kind, from, at);
         }
@@ -118,7 +121,7 @@ KVC_DEVICE void kvc_key_parts(int kind, int dims, const bool exact, const bool r
             int s = (s0 + k / each) * planes + p;
             if (s >= steps * planes) continue;
             uint32_t first[2], second[2], a[4];
-            if (planes > 1) { /* those of two planes in one load */
+            if (planes > 1) { /* one load for both planes */
                 if (p % 2 == 0) both = kvc_load_quad((const kvc_quad *)fragments + s / 2 * 32 + kvc_lane());
                 first[0] = both.w[p % 2 * 2], first[1] = both.w[p % 2 * 2 + 1];
             } else {
@@ -148,13 +151,13 @@ KVC_DEVICE void kvc_key_sums(int kind, int dims, const bool exact, const uint8_t
         kvc_key_parts(kind, dims, exact, false, tile, words, from, q, sum);
 }
 
-/* What a unit of scores is for the lane's rows. */
+/* The unit of scores for the lane's rows. */
 KVC_DEVICE void kvc_row_steps(const kvc_query *q, int form, float by[2])
 {
     KVC_UNROLL for (int i = 0; i < 2; i++) by[i] = q->step[form][2 * (kvc_lane() & 3) + i];
 }
 
-/* A lane's scores of sums, in order, times their tokens' scales. */
+/* A lane's scores from the sums, in order, times the scales of their tokens. */
 KVC_DEVICE void kvc_scale_scores(int kind, float sum[2][4], uint64_t scales, float s[8])
 {
     KVC_UNROLL for (int x = 0; x < 8; x++)
@@ -177,12 +180,12 @@ KVC_DEVICE void kvc_key_scores(int kind, int dims, const bool exact, const kvc_s
         KVC_UNROLL for (int x = 0; x < 8; x++) sum[x >> 2][x & 3] = kvc_f32_of_bits(base.w[x & 3]);
     }
     const uint8_t *tile = side->tiles + kvc_block_tile(side, block, lane >> 4) * (2 * (int)side->dim * bits);
-    uint64_t scales = bits < 16 ? kvc_token_scales(side, block) : 0; /* on its way beside the words */
+    uint64_t scales = bits < 16 ? kvc_token_scales(side, block) : 0; /* loaded together with the words */
     kvc_key_sums(kind, dims, exact, tile, (int)side->dim * bits / 32, KVC_IN_PAGE, q, sum);
     kvc_scale_scores(kind, sum, scales, s);
 }
 
-/* The same of 8 and 16 bits, whose words and scales are in a pipe. */
+/* The same for 8 and 16 bits with words and scales in a pipe. */
 KVC_DEVICE void kvc_piped_scores(int kind, int dims, const uint8_t *words, const uint8_t *scales, const kvc_query *q,
                                  float s[8])
 {
@@ -191,8 +194,8 @@ KVC_DEVICE void kvc_piped_scores(int kind, int dims, const uint8_t *words, const
     kvc_scale_scores(kind, sum, kvc_kind_bits(kind) < 16 ? *(const uint64_t *)(scales + 8 * (kvc_lane() >> 2)) : 0, s);
 }
 
-/* The dot products of rows 2t, 2t + 1, times the softmax scale, with the page's mean key: q as A, its limbs in rows g and g + 8,
- * the mean in all columns of B. */
+/* Dot products of rows 2t, 2t + 1 with the page's mean key, times the softmax scale. q is A, with its limbs in rows g
+ * and g + 8; the mean is in all columns of B. */
 KVC_DEVICE void kvc_centroid_scores(int dims, const uint8_t *mean, int dim, const kvc_query *q, float dot[2])
 {
     const kvc_quad *fragments = (const kvc_quad *)((const uint8_t *)q + q->at[KVC_FORM_MEAN]) + kvc_lane();
@@ -200,7 +203,7 @@ KVC_DEVICE void kvc_centroid_scores(int dims, const uint8_t *mean, int dim, cons
     float sum[4] = {0, 0, 0, 0};
     uint64_t word[KVC_CUDA_DIM / 16];
     KVC_UNROLL for (int s = 0; s < dims / 16; s++) word[s] =
-        16 * s < dim ? *(const uint64_t *)(at + 32 * s) : 0; /* q is 0 there, the mean might be NaN */
+        16 * s < dim ? *(const uint64_t *)(at + 32 * s) : 0; /* q is 0 there, but the mean could be NaN */
     KVC_UNROLL for (int s = 0; s < dims / 16; s++)
     {
         kvc_quad a = kvc_load_quad(fragments + 32 * s);
@@ -211,16 +214,17 @@ KVC_DEVICE void kvc_centroid_scores(int dims, const uint8_t *mean, int dim, cons
     KVC_UNROLL for (int i = 0; i < 2; i++) dot[i] = kvc_shuffle_f(score, 4 * (2 * (kvc_lane() & 3) + i));
 }
 
-/* ---------------------------------------------------------------- formats without a kind of their own */
+/* ---------------------------------------------------------------- formats without a kind of their own (staged) */
 
-/* A warp's room: the block's rows as fp16 tiles, and what their numbers must be multiplied by. */
+/* Staging buffer of a warp: the block's rows as fp16 tiles, and the factors of their values. */
 typedef struct kvc_stage {
     float unit[KVC_BLOCK];
 } kvc_stage;
 KVC_INLINE int64_t kvc_stage_bytes(int dims) { return (int64_t)sizeof(kvc_stage) + 2 * KVC_BLOCK * dims; }
 
-/* Decodes a side of a block into the warp's room: each row divided by the power of two of its largest, as fp16; `rest`: what
- * that leaves. Tokens from `left` on are 0, and so are rows below 2^-63: they would choose a unit that other tokens' sums overflow. */
+/* Decodes a side of a block to the staging buffer: each row divided by the power of two of its largest element, as
+ * fp16. `rest`: the remainder instead. Tokens from `left` on are 0, and so are rows below 2^-63, whose unit would make
+ * the sums of other tokens overflow. */
 KVC_DEVICE void kvc_stage_block(const kvc_side *side, int block, int left, bool rest, kvc_stage *room)
 {
     uint8_t *words = (uint8_t *)(room + 1);

@@ -1,4 +1,4 @@
-/* launch.cu - a call from the host's side: how it is cut up, where its workspace lies, which kernels it takes. */
+/* launch.cu - the host side of a call: how it is split, the layout of its workspace, and the choice of kernels. */
 #include "attend.cuh"
 #include "encode.cuh"
 #include "mass.cuh"
@@ -20,14 +20,14 @@ KVC_DECLARE_KERNEL(kvc_mass_any_128, kvc_call);
 KVC_DECLARE_KERNEL(kvc_mass_any_256, kvc_call);
 
 #define MOST_RUNS 64
-#define KVC_RESERVED 1024 /* bytes of shared memory that a block takes by itself */
-/* Blocks on a multiprocessor that keep memory busy by copies: on an H200 a third one made int8 take up to 1.23 times as long, but
- * int4 beside it less, which has more to unpack. */
+#define KVC_RESERVED 1024 /* bytes of shared memory reserved per block */
+/* Blocks per multiprocessor needed to saturate memory with asynchronous copies. On an H200 a third block made int8 up
+ * to 1.23 times slower; int4 with int8, which has more to unpack, was faster with it. */
 #define KVC_PIPED_BLOCKS(kinds) ((kinds) & (1u << KVC_KIND_INT4 | 1u << KVC_KIND_INT2) ? 3 : 2)
 
 KVC_KERNEL(kvc_kept_kernel, kvc_call, 32 * KVC_WARPS, 4) { kvc_kept_block(&a); }
 
-/* ---------------------------------------------------------------- cutting */
+/* ---------------------------------------------------------------- splitting */
 
 static int dims_of(const kvc_attend_args *a)
 {
@@ -35,12 +35,13 @@ static int dims_of(const kvc_attend_args *a)
     return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
 }
 
-/* What a warp takes of decode: instructions of a page of 64 tokens and 128 dims, and before and after its pages. Counted on code
- * for sm_90, as is what the block that comes last takes besides for making runs one (`make gpu-budget`, which evaluates
- * this model at what it chooses). alone: cycles of an instruction of a warp by itself, which waits for what it has begun (by
- * replays of the code against its encoded stalls and stated latencies: tests/sass/replay.py). */
+/* Cost of decode for a warp, in instructions: per page of 64 tokens and 128 dims, and before and after its pages.
+ * Counted in sm_90 code, as is the extra cost of the last block for merging runs (`make gpu-budget` evaluates this
+ * model for its choices). alone: cycles per instruction of a warp that runs alone and waits for its own latencies (from
+ * replays of the code with its encoded stalls and documented latencies: tests/sass/replay.py). */
 typedef struct kvc_cost {
-    uint32_t kinds; /* one of which the call's pages have; the first that fits, as their pages are the shortest */
+    /* The first entry that includes a kind of the call's pages is used; entries are sorted by cost per page. */
+    uint32_t kinds;
     double page, ends, alone;
 } kvc_cost;
 static const kvc_cost costs[] = {
@@ -51,7 +52,7 @@ static const kvc_cost costs[] = {
 static const kvc_cost others = {0, 1000, 3000, 5}; /* not counted: long calls, wide heads, staged pages */
 #define JOIN 595.
 #define JOIN_RUN 16.
-/* Cycles of an instruction of a scheduler that always has a warp which may issue. */
+/* Cycles per instruction of a scheduler that always has a warp ready to issue. */
 #define ISSUE (1 / .6)
 
 static double page_cost(const kvc_call *call, kvc_cost *of)
@@ -64,10 +65,10 @@ static double page_cost(const kvc_call *call, kvc_cost *of)
     return of->page * (double)(s->page_size * (s->key_dim + s->value_dim)) / (64 * 256);
 }
 
-/* Cycles of a multiprocessor with so many blocks, a warp of each on every scheduler, for an instruction of each. */
+/* Cycles per instruction of a multiprocessor with this many blocks, which have one warp on every scheduler. */
 static double issued(int64_t blocks, double alone) { return blocks == 0 ? 0 : fmax((double)blocks * ISSUE, alone); }
 
-/* Runs of columns a (sequence, head): those that take the fewest cycles. */
+/* Number of runs per (sequence, head) that minimizes the estimated cycles. */
 static int64_t runs_of(const kvc_call *call, int64_t columns, int64_t share, int64_t processors, int64_t resident)
 {
     int64_t best = 1, most = columns / share < MOST_RUNS ? columns / share : MOST_RUNS, wave = processors * resident;
@@ -83,8 +84,8 @@ static int64_t runs_of(const kvc_call *call, int64_t columns, int64_t share, int
     return best;
 }
 
-/* Tests: NaN where a page has no token yet, which attention reads and leaves out. Sanitizers then know of no such read, and
- * say what they find in the rest of the workspace. */
+/* Tests: fills unwritten tokens of pages with NaN. Attention reads and masks them; sanitizers then do not report these
+ * reads, but still those of the rest of the workspace. */
 static int poison(const kvc_call *call, void *stream)
 {
     static int wanted = -1;
@@ -95,7 +96,7 @@ static int poison(const kvc_call *call, void *stream)
     return wanted ? kvc_fill(call->own_pages, 0xff, call->lists.own_most * call->a.store.heads * page, stream) : 0;
 }
 
-/* Has the call rows enough for the kernels of long ones, and pages and heads that they take? */
+/* Whether the call has enough rows for the prefill kernels, and pages and heads that they support. */
 static int prefills(const kvc_attend_args *a, uint32_t kinds, int64_t rows)
 {
     int64_t dim = a->store.key_dim;
@@ -103,7 +104,7 @@ static int prefills(const kvc_attend_args *a, uint32_t kinds, int64_t rows)
            a->q.dtype == a->k.dtype && a->q.dtype != KVC_F32 && !a->mass_lse;
 }
 
-/* 128 rows a block, or 64 where more do not fit, or would leave processors without a block. */
+/* 128 rows per block, or 64 if 128 do not fit or would leave multiprocessors idle. */
 static int64_t prefill_rows(uint32_t kinds, int dims, int64_t heads, int64_t rows, int64_t processors)
 {
     bool fits = kvc_prefill_bytes(KVC_PREFILL_ROWS, kinds, dims) <= KVC_ROOM;
@@ -127,11 +128,11 @@ static kvc_made_of made_of(uint32_t kinds, int format, int key, const kvc_store 
     made.meta = (uint16_t)kvc_token_meta_bytes(f, key, dim, 1);
     made.dims = (uint16_t)(kvc_meta_bytes(format, key, dim, 1) - made.meta);
     made.kind = (uint8_t)kvc_kind_in(kinds, format);
-    made.rotated = f.rotated && made.kind != KVC_KIND_STAGED; /* what is staged is rotated back */
+    made.rotated = f.rotated && made.kind != KVC_KIND_STAGED; /* staged pages are rotated back when decoded */
     return made;
 }
 
-/* Is q in numbers of 16 bits, rows as wide as the kernel in pieces of 16 bytes, and no form of it wanted that has other bits? */
+/* Whether q has 16-bit elements and 16-byte aligned rows as wide as the kernel, and needs only forms of that type. */
 static int eights(const kvc_attend_args *a, uint32_t forms, int dims)
 {
     int64_t strides = a->q.stride[0] | a->q.stride[1] | a->q.stride[2];
@@ -139,7 +140,7 @@ static int eights(const kvc_attend_args *a, uint32_t forms, int dims)
            (a->q.dtype == KVC_BF16 || !(forms >> KVC_FORM_BF16 & 1));
 }
 
-/* Those of the kernel that takes a call's. */
+/* The kinds of the kernel that is used for a call's kinds. */
 static uint32_t kernel_kinds(uint32_t kinds)
 {
 #define SET(name, per, kinds_)                                                                                         \
@@ -149,15 +150,15 @@ static uint32_t kernel_kinds(uint32_t kinds)
     return 0;
 }
 
-/* Can pages of the call go as pipeline.cuh has them? Of what the host knows, as kvc_takes_piped. */
+/* Whether pages of the call can use pipeline.cuh, as far as the host knows; the device checks kvc_takes_piped. */
 static bool pipes(const kvc_attend_args *a, int dims)
 {
     const kvc_store *s = &a->store;
     return s->key_dim == dims && s->value_dim == dims && s->page_size % KVC_BLOCK == 0 && !(a->softcap > 0) && !a->mass;
 }
 
-/* How many blocks of queries and pages of own tokens there can be, and of sequences that differ, with at most `longest`
- * tokens each, items; room for their lists. Returns what is used of the workspace. */
+/* Upper bounds for the blocks of queries, for pages of own tokens and, for sequences of different lengths of at most
+ * `longest` tokens, for items; lays out their lists. Returns the bytes of workspace used. */
 static int64_t lists_of(const kvc_attend_args *a, int64_t longest, uint8_t *room, kvc_call *call)
 {
     const kvc_store *s = &a->store;
@@ -193,7 +194,7 @@ int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t long
     call->flags = on->flags;
     call->seen = on->seen;
     call->own_raw = KVC_RAW_F32 + (int)a->k.dtype;
-    call->kinds = 1u << kvc_kind_of(call->own_raw); /* raw pages are of the call's dtype */
+    call->kinds = 1u << kvc_kind_of(call->own_raw); /* raw pages have the call's dtype */
     uint32_t formats = on->formats & ~KVC_OPEN_RAW;
     for (int f = KVC_RAW_BF16 + 1; f < KVC_FORMATS; f++)
         if (!formats || formats >> f & 1) call->kinds |= 1u << kvc_kind_of(f);

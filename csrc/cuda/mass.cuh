@@ -1,15 +1,16 @@
-/* mass.cuh - H2O's mass: for every token the sum of exp(score - lse) over the call's queries and the group, when lse is known.
- * Up to 32 rows a KV head: from the weights that attention left (kept.cuh). More: by a second pass over K, which is exact and
- * wants no matrix of weights. A block takes (sequence and KV head, run of columns) and all rows, 8 at a time in the second pass;
- * a warp's tokens are its own, so sums need no atomics. The mass is cleared before.
+/* mass.cuh - accumulated attention (H2O): for each token, the sum of exp(score - lse) over the call's queries and the
+ * group. For up to 32 rows per KV head it is computed from the weights that attention stored (kept.cuh), otherwise by a
+ * second pass over K, which is exact and needs no weight matrix. A block processes (sequence and KV head, run of
+ * columns) and all rows, 8 at a time in the second pass. Tokens are partitioned over warps, so sums need no atomics.
+ * The output is zeroed before.
  *
- * Cost of the second pass: K's part of the pages once more, and of the queries' scores half the work of the first. */
+ * Cost of the second pass: K's part of the pages is read again, and half of the arithmetic of attention. */
 #ifndef KVC_MASS_CUH
 #define KVC_MASS_CUH
 
 #include "attend.cuh"
 
-/* Blocks a (sequence, head). */
+/* Blocks per (sequence, head). */
 KVC_INLINE int64_t kvc_mass_parts(const kvc_call *call)
 {
     int64_t parts = (call->a.store.columns + call->own_columns) / KVC_WARPS;
@@ -25,7 +26,7 @@ KVC_DEVICE float kvc_row_lse(const kvc_call *call, int64_t b, int64_t h, int64_t
     return (a->mass_lse ? a->mass_lse : a->lse)[(b * a->query_heads + hq) * a->Tq + t];
 }
 
-/* From kept weights, whatever the pages are. */
+/* From stored weights, for any pages. */
 KVC_DEVICE void kvc_kept_block(const kvc_call *call)
 {
     const kvc_store *st = &call->a.store;
@@ -47,7 +48,7 @@ KVC_DEVICE void kvc_kept_block(const kvc_call *call)
     }
 }
 
-/* Columns go around in turns: warp w of block p takes p * 4 + w and every (parts * 4)-th after. */
+/* Columns are assigned round-robin: warp w of block p takes p * 4 + w and every (parts * 4)-th after. */
 KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const int dims)
 {
     bool staged = call->kinds & kinds & 1u << KVC_KIND_STAGED;

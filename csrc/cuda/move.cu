@@ -1,6 +1,6 @@
-/* move.cu - the copying half of an eviction, as compact.c does it: first pages with statistics over their tokens are written
- * anew, which touches new pages only; then tokens go as they are, those of a line in order, since a token may go where
- * another has just left. */
+/* move.cu - the copying part of an eviction, like compact.c: first, pages with statistics over their tokens are
+ * encoded, which writes to new pages only; then other tokens are copied as codes, in order within a line, because a
+ * token may be moved to a place that was just vacated. */
 #include "encode.cuh"
 #include "wide.h"
 
@@ -9,18 +9,18 @@
 typedef struct kvc_move_call {
     kvc_store s;
     const kvc_move *moves;
-    int64_t n, heads; /* pages that an entry names */
+    int64_t n, heads; /* heads: pages per entry */
     uint32_t *flags;
 } kvc_move_call;
 
-/* Can a token of this side go from page to page in its codes? */
+/* Whether a token of this side can be copied between the pages without re-encoding. */
 KVC_DEVICE bool kvc_as_it_is(int64_t from, int64_t to, int key)
 {
     int f = key ? kvc_entry_key(from) : kvc_entry_value(from), g = key ? kvc_entry_key(to) : kvc_entry_value(to);
     return f == g && (!key || kvc_format_traits(f).keys == KVC_KEYS_TOKEN);
 }
 
-/* Both sides of a move, or false (and a flag) if it is none that the CPU would take. */
+/* Both sides of a move; false (and a flag) if it is a move that the CPU would reject. */
 KVC_DEVICE bool kvc_move_sides(const kvc_move_call *call, const kvc_move *m, int64_t h, int key, kvc_side *from,
                                kvc_side *to)
 {
@@ -48,7 +48,7 @@ KVC_DEVICE bool kvc_move_sides(const kvc_move_call *call, const kvc_move *m, int
     return true;
 }
 
-/* x: move and head: the block of the first of a run to one page writes it; y: V, K. */
+/* x: move and head (the block of the first move of a run to one page encodes it); y: V, K. */
 KVC_KERNEL(kvc_anew_kernel, kvc_move_call, KVC_WRITE_THREADS, 2)
 {
     kvc_encode_room *room = (kvc_encode_room *)kvc_shared;
@@ -65,7 +65,8 @@ KVC_KERNEL(kvc_anew_kernel, kvc_move_call, KVC_WRITE_THREADS, 2)
     kvc_barrier();
     if (kvc_thread() == 0) {
         for (int64_t i = begin; i < end; i++) room->map[a.moves[i].to_token] = (uint16_t)(i - begin);
-        for (int64_t t = 0, next = 0; t < to.tokens; t++) /* those that come stand in for places that none comes to */
+        /* places without a token are filled with copies of the others */
+        for (int64_t t = 0, next = 0; t < to.tokens; t++)
             if (room->map[t] == 0xffff) room->map[t] = (uint16_t)(next++ % (end - begin));
     }
     kvc_barrier();
@@ -76,7 +77,7 @@ KVC_KERNEL(kvc_anew_kernel, kvc_move_call, KVC_WRITE_THREADS, 2)
 KVC_DEVICE void kvc_copy_token(const kvc_side *from, int t, const kvc_side *to, int t2)
 {
     kvc_traits f = kvc_format_traits(from->format);
-    /* of 3 bits V's high bits are behind the others as dims of 2 more */
+    /* V of 3 bits: the high bits follow the low ones, like further dims of 2-bit codes */
     int dim = (int)(f.bits == 3 ? from->dim * 3 / 2 : from->dim), bits = f.bits == 3 ? 2 : f.bits,
         size = (int)kvc_meta_size(f), planes = (int)kvc_meta_planes(f, from->dim);
     const uint8_t *tile = from->tiles + t / KVC_TILE * kvc_tile_bytes(from->format, from->dim);
@@ -93,10 +94,10 @@ KVC_DEVICE void kvc_copy_token(const kvc_side *from, int t, const kvc_side *to, 
                 *(uint16_t *)to_cell = (uint16_t)cell;
             else
                 *to_cell = (uint8_t)cell;
-        } else if (from->key) { /* a byte holds dims of this token alone */
+        } else if (from->key) { /* the byte holds dims of this token only */
             int place = 4 * (i / 4 * KVC_TILE) + (i & 3);
             out[place + 4 * at] = tile[place + 4 * in];
-        } else { /* other tokens of the byte keep their bits */
+        } else { /* other tokens in the byte are unchanged */
             uint32_t code = kvc_cell(0, bits, dim, tile, in, i), shift = (uint32_t)(at / period * bits);
             uint8_t *byte = out + 4 * (at % period / 4 * dim + i) + (at & 3);
             *byte = (uint8_t)((*byte & ~(((1u << bits) - 1) << shift)) | code << shift);
@@ -107,7 +108,7 @@ KVC_DEVICE void kvc_copy_token(const kvc_side *from, int t, const kvc_side *to, 
             to->meta[size * (p * to->tokens + t2) + i] = from->meta[size * (p * from->tokens + t) + i];
 }
 
-/* x: move and head: the block of the first of a line does all of it; y: V, K. */
+/* x: move and head (the block of the first move of a line processes the whole line); y: V, K. */
 KVC_KERNEL(kvc_move_kernel, kvc_move_call, THREADS, 2)
 {
     int64_t begin = kvc_block_x() / a.heads, h = kvc_block_x() % a.heads;

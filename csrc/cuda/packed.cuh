@@ -1,18 +1,22 @@
-/* packed.cuh - pages of 2 or 4 bits that all rows see whole, which is nearly all of a long row: little is left of such a page when
- * its words are unpacked, so what surrounds them is done for eight pages at once, and a page 64 tokens at a time. Eight lanes of a
- * warp look up an entry each; the mean keys of the eight pages are the columns of one MMA.
+/* packed.cuh - full pages of 2 or 4 bits that all rows see, which is nearly all of a long row. Once unpacked, little
+ * work per page remains, so the overhead is shared: lookups are done for eight pages at once, and a page is processed
+ * 64 tokens at a time. Eight lanes of a warp look up one entry each; the mean keys of the eight pages are the columns
+ * of one MMA.
  *
- * Of 64 tokens lane 4g + t loads tokens 4s + 2 (g % 2) and the next, s = 0 .. 3, of tile g / 2 (K: words 4w + t), which are rows
- * g and g + 8 of four MMAs; of V the words of tile t. Weights of two rows in a register become B fragments by `kvc_transpose`:
- * MMA s sums up tokens 4s .. 4s + 3 of all four tiles, which are a plane of a word.
+ * Of 64 tokens, lane 4g + t loads tokens 4s + 2 (g % 2) and the next, s = 0 .. 3, of tile g / 2 (K: words 4w + t),
+ * which are rows g and g + 8 of four MMAs; of V the words of tile t. Weights of two rows in a register become B
+ * fragments by `kvc_transpose`; MMA s sums tokens 4s .. 4s + 3 of all four tiles, which are one plane of a word.
  *
- * No load is waited for where its words are used: K's of the next 64 tokens are asked for before V's sums, V's before the weights.
+ * Loads are issued well before their use: those of K for the next 64 tokens before V's sums, those of V before the
+ * weights.
  *
- * The maximum of a row moves when the weights that a lane has of it add up to more than 2^8 (attend.cuh looks at scores). K's scales,
- * the row's unit and log2 e are one factor; V's scales are multiplied into fp16 weights, in the unit of the sums.
+ * The maximum of a row is raised when the weights that a lane has of it sum to more than 2^8 (attend.cuh compares
+ * scores). K's scales, the row's unit and log2 e form one factor; V's scales are multiplied into fp16 weights, in the
+ * unit of the sums.
  *
- * Cost for 64 tokens of D dims: D * bits / 32 loads of 8 bytes a lane and half as many of 16, 8 of scales, 9 D / 4 (int4: 5 D / 2) to
- * unpack, D / 2 MMAs, 4 for the middles, 8 transposes; a page an eighth of 3 D / 16 for its mean. */
+ * Cost for 64 tokens of D dims: per lane D * bits / 32 loads of 8 bytes, half as many of 16, 8 of scales; 9 D / 4
+ * instructions to unpack (int4: 5 D / 2); D / 2 MMAs, 4 for the middles, 8 transposes; per page an eighth of 3 D / 16
+ * for its mean. */
 #ifndef KVC_PACKED_CUH
 #define KVC_PACKED_CUH
 
@@ -20,21 +24,21 @@
 
 #define KVC_WEIGHTS_MOST 256.f
 
-/* What stays from page to page. */
+/* State kept from page to page. */
 typedef struct kvc_packed {
-    int32_t k, v, k_meta, v_meta; /* the lane's in a page */
-    float by[2], plus[2];         /* of scores, times log2 e */
-    uint32_t inverse, limit;      /* of the unit of the sums: fp16 twice; scales that it takes */
-    uint32_t most;                /* V's scales of the lane in the last 64 tokens, two by two */
+    int32_t k, v, k_meta, v_meta; /* the lane's offsets in a page */
+    float by[2], plus[2];         /* factors of the scores, times log2 e */
+    uint32_t inverse, limit;      /* 1 / the unit of the sums, as fp16 twice; largest scale that it allows */
+    uint32_t most;                /* the largest of the lane's V scales in the last 64 tokens, two by two */
 } kvc_packed;
 
-/* What the lane has of K for the next 64 tokens: word[w][s], scales of two tokens each. */
+/* The lane's K words for the next 64 tokens: word[w][s], and scales of two tokens each. */
 typedef struct kvc_packed_keys {
     uint64_t word[4][4];
     uint32_t scale[4];
 } kvc_packed_keys;
 
-/* Has the kernel this way, and does the warp's pair take it? Then the bits of its codes, else 0. */
+/* The bits of the codes if the kernel has this path and the warp's pair of formats can use it, else 0. */
 KVC_DEVICE int kvc_takes_packed(const kvc_call *call, const uint32_t kinds, int dims, const kvc_page_room *page)
 {
     if (!(kinds & (1u << KVC_KIND_INT2 | 1u << KVC_KIND_INT4)) || kinds >> KVC_KIND_STAGED & 1 || dims > 128) return 0;
@@ -44,7 +48,8 @@ KVC_DEVICE int kvc_takes_packed(const kvc_call *call, const uint32_t kinds, int 
     return page->key_kind == KVC_KIND_INT4 ? 4 : page->key_kind == KVC_KIND_INT2 ? 2 : 0;
 }
 
-/* Of columns c, c + share, .. lane 4g + t looks up the g-th: its entry, if it is full and seen whole. */
+/* Of columns c, c + share, .., lane 4g + t looks up the g-th: returns its entry if the page is full and visible to all
+ * rows. */
 KVC_DEVICE int64_t kvc_eight_entries(const kvc_call *call, const kvc_row *row, const kvc_eight_room *room,
                                      const kvc_seen_by *seen, int paged, int c, int share, int end)
 {
@@ -55,7 +60,7 @@ KVC_DEVICE int64_t kvc_eight_entries(const kvc_call *call, const kvc_row *row, c
     if (c == room->first) return there ? room->early[g] : -1;
     return there ? row->entries[mine] : -1;
 }
-/* Where these pages lie goes `to`; how many, from the first on, are of the warp's pair. */
+/* Writes the addresses of these pages to `to`; returns how many, from the first on, have the warp's pair of formats. */
 KVC_DEVICE int kvc_eight_pages(const kvc_page_room *page, int64_t entry, uint32_t *to)
 {
     bool there = entry >= 0 && (int)(entry & 0xffff) == page->pair && kvc_entry_offset(entry) <= page->most;
@@ -65,7 +70,7 @@ KVC_DEVICE int kvc_eight_pages(const kvc_page_room *page, int64_t entry, uint32_
     return KVC_EIGHT - (int)kvc_warp_most(there ? 0 : (uint32_t)(KVC_EIGHT - g));
 }
 
-/* q . mean of the eight pages, times log2 e: lanes have those of pages 2t and 2t + 1 for row g. */
+/* q . mean of the eight pages, times log2 e. Lanes get those of pages 2t and 2t + 1 for row g. */
 KVC_DEVICE void kvc_eight_means(int dims, const uint8_t *mean, const kvc_query *q, float dot[KVC_EIGHT][8])
 {
     const kvc_quad *fragments = (const kvc_quad *)((const uint8_t *)q + q->at[KVC_FORM_MEAN]) + kvc_lane();
@@ -76,14 +81,14 @@ KVC_DEVICE void kvc_eight_means(int dims, const uint8_t *mean, const kvc_query *
     {
         kvc_quad a = kvc_load_quad(fragments + 32 * s);
         uint32_t b[2] = {(uint32_t)word[s], (uint32_t)(word[s] >> 32)};
-        kvc_mma_f16(sum[s & 1], a.w, b); /* two sums, as each MMA waits for the one before */
+        kvc_mma_f16(sum[s & 1], a.w, b); /* two sums, because each MMA waits for the previous one */
     }
     KVC_UNROLL for (int i = 0; i < 2; i++) dot[2 * (kvc_lane() & 3) + i][kvc_lane() >> 2] =
         (sum[0][i] + sum[1][i] + (sum[0][2 + i] + sum[1][2 + i])) * step;
     kvc_warp_barrier();
 }
 
-/* The unit that the sums are in, as fp16 wants it: 2^-15 at least. */
+/* Prepares the unit of the sums for fp16: at least 2^-15. */
 KVC_DEVICE void kvc_packed_unit(const kvc_softmax *state, kvc_packed *of)
 {
     float unit = state->unit * KVC_GRAIN;
@@ -93,7 +98,7 @@ KVC_DEVICE void kvc_packed_unit(const kvc_softmax *state, kvc_packed *of)
     of->limit = kvc_pack_f16(fminf(128 * unit, 65504.f), 0);
 }
 
-/* The sums' unit follows V's scales, of which `most` is the largest. */
+/* Adapts the unit of the sums to V's scales, of which `most` is the largest. */
 KVC_DEVICE void kvc_packed_follow(float most, int sums, kvc_softmax *state, float *o, kvc_packed *of)
 {
     float unit = fmaxf(kvc_f32_of_bits(kvc_f32_bits(most) & 0x7f800000) * (1.f / 64), 0x1p-15f);
@@ -105,7 +110,8 @@ KVC_DEVICE float kvc_packed_most(const kvc_packed *of)
     return kvc_warp_max(fmaxf(kvc_widen(of->most, 0), kvc_widen(of->most, 1)));
 }
 
-/* Asks for words [w0, w1) of K of 64 tokens, and for their scales with the first; `k`, `meta`: the lane's. */
+/* Issues the loads of words [w0, w1) of K of 64 tokens, and with the first those of the scales; `k`, `meta`: the
+ * lane's. */
 KVC_DEVICE void kvc_packed_ask(int w0, int w1, const uint8_t *k, const uint8_t *meta, kvc_packed_keys *keys)
 {
     KVC_UNROLL for (int w = w0; w < w1; w++) KVC_UNROLL for (int s = 0; s < 4; s++) keys->word[w][s] =
@@ -138,7 +144,7 @@ KVC_DEVICE void kvc_packed_scores(const int bits, int dims, const kvc_packed_key
     }
 }
 
-/* Weights; what the lane has of each row. */
+/* Weights, and the lane's sums of each row. */
 KVC_DEVICE void kvc_packed_weights(const kvc_softmax *state, const kvc_packed *of, float sum[4][4],
                                    const float scale[8], float p[16], float total[2])
 {
@@ -155,15 +161,15 @@ KVC_DEVICE void kvc_packed_weights(const kvc_softmax *state, const kvc_packed *o
     }
 }
 
-/* The weights as B fragments, V's scales `by` in them; o also takes what the codes' middles add. */
+/* The weights as B fragments, multiplied by V's scales `by`. Also adds the weight of the codes' middles to o. */
 KVC_DEVICE void kvc_packed_fragments(const int bits, int dims, const kvc_packed *of, const uint32_t by[4],
                                      const float p[16], uint32_t b[4][2], float *o)
 {
     uint32_t a[4];
     KVC_UNROLL for (int s = 0; s < 4; s++)
     {
-        uint32_t plane =
-            0x3c003c00u - (bits == 4 ? 0x10001000u * (s >> 1) : 0x08000800u * s); /* of its codes' weight */
+        /* scaled by the weight of their codes' plane */
+        uint32_t plane = 0x3c003c00u - (bits == 4 ? 0x10001000u * (s >> 1) : 0x08000800u * s);
         uint32_t factor = kvc_times_pair(kvc_times_pair(by[s], of->inverse), plane);
         uint32_t twice = bits == 4 ? 15u << 4 * (s >> 1) : 3u << 2 * s; /* as kvc_middles */
         KVC_UNROLL for (int e = 0; e < 2; e++) b[s][e] =
@@ -189,8 +195,9 @@ KVC_DEVICE void kvc_packed_sums(const int bits, int dims, const int s, const kvc
     }
 }
 
-/* The next 64 tokens, whose V and metadata of the lane are at `data` + those of `of` + `codes` and `meta`; K's are in `keys`, which
- * then are those at `next`, `next_meta`. `behind`: the next page, of `bytes`, which comes to L2 meanwhile if it is of 2 bits. */
+/* Processes the next 64 tokens. The lane's V and metadata are at `data` + the offsets in `of` + `codes` and `meta`; K's
+ * words are in `keys`, which is then refilled from `next`, `next_meta`. `behind`: the next page, of `bytes`, prefetched
+ * to L2 if it has 2 bits. */
 KVC_DEVICE void kvc_packed_span(const int bits, int dims, const uint8_t *data, int codes, int meta, const uint8_t *next,
                                 const uint8_t *next_meta, const uint8_t *behind, int bytes, const kvc_query *q,
                                 int sums, kvc_packed *of, kvc_packed_keys *keys, kvc_softmax *state, float *o)
@@ -200,7 +207,7 @@ KVC_DEVICE void kvc_packed_span(const int bits, int dims, const uint8_t *data, i
     kvc_quad word[2][4];
     KVC_UNROLL for (int s = 0; s < 4; s++) by[s] = kvc_load_word(data + of->v_meta + meta + 8 * s);
     kvc_packed_scores(bits, dims, keys, q, sum);
-    if (bits == 2) kvc_prefetch(behind, bytes, kvc_lane()); /* of more bits L2 does not hold a page for every warp */
+    if (bits == 2) kvc_prefetch(behind, bytes, kvc_lane()); /* with more bits, L2 cannot hold a page for every warp */
     const uint8_t *v = data + of->v + codes;
     KVC_UNROLL for (int m = 0; m < dims / 32; m++) word[0][m] = kvc_load_stream(v + 128 * m);
     KVC_UNROLL for (int x = 0; x < 8; x++) scale[x] = kvc_widen(keys->scale[x >> 1], x & 1);
@@ -209,7 +216,8 @@ KVC_DEVICE void kvc_packed_span(const int bits, int dims, const uint8_t *data, i
     uint32_t most = kvc_most_pair(kvc_most_pair(by[0], by[1]), kvc_most_pair(by[2], by[3]));
     of->most = most;
     bool heavy = !(total[0] <= KVC_WEIGHTS_MOST && total[1] <= KVC_WEIGHTS_MOST);
-    bool wide = (most & 0xffff) > of->limit || most >> 16 > of->limit; /* bits of what is not negative are in order */
+    /* bits of non-negative numbers compare like integers */
+    bool wide = (most & 0xffff) > of->limit || most >> 16 > of->limit;
     if (kvc_warp_any(heavy || wide)) {
         bool begun = kvc_has_begun(state);
         if (kvc_warp_any(heavy)) {
@@ -236,7 +244,7 @@ KVC_DEVICE void kvc_packed_span(const int bits, int dims, const uint8_t *data, i
     if (bits == 4) KVC_UNROLL for (int s = 1; s < 4; s += 2) kvc_packed_sums(bits, dims, s, word[1], b[s], o);
 }
 
-/* From column c on, whose page the warp knows: the column behind the pages that were taken. */
+/* Processes pages from column c on, whose page is already known. Returns the column after the last page taken. */
 KVC_DEVICE int kvc_packed_pages(const int bits, const kvc_call *call, const kvc_row *row, const kvc_page_room *page,
                                 const kvc_seen_by *seen, int paged, int dims, int c, int share, int end,
                                 const kvc_query *q, int sums, kvc_softmax *state, float *o)
@@ -262,7 +270,7 @@ KVC_DEVICE int kvc_packed_pages(const int bits, const kvc_call *call, const kvc_
     KVC_ONCE while (count)
     {
         int after = 0;
-        int64_t entry = -1; /* of the eight behind */
+        int64_t entry = -1; /* of the eight pages after */
         if (count == KVC_EIGHT)
             entry = kvc_eight_entries(call, row, room, seen, paged, c + KVC_EIGHT * share, share, end);
         kvc_eight_means(dims, page->base + (uint64_t)room->at[from + (g < count ? g : 0)] * KVC_ALIGN + page->mean, q,

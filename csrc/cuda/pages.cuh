@@ -1,22 +1,23 @@
-/* pages.cuh - a warp's way over the columns of a row. What all pages of one pair of formats have in common is found when the
- * warp meets another pair, and kept; the next page of the same pair is known by its entry alone, one page ahead. */
+/* pages.cuh - how a warp iterates over the columns of a row. Data common to all pages of a pair of formats is computed
+ * when the pair changes, and kept; the next page of the same pair needs only its entry, which is loaded one page
+ * ahead. */
 #ifndef KVC_PAGES_CUH
 #define KVC_PAGES_CUH
 
 #include "kept.cuh"
 
-/* What the warp's pages have in common. Here and not in registers: those hold sums and words. */
+/* Data common to the warp's pages. In shared memory, because registers hold sums and words. */
 typedef struct kvc_page_room {
-    kvc_side key, value; /* without their places */
+    kvc_side key, value; /* without addresses */
     kvc_kept kept;
     int key_kind, value_kind, centred, rotated;
-    int pair;                               /* K format << 8 | V format; -1: of no other page */
+    int pair;                               /* K format << 8 | V format; -1: none yet */
     int32_t v, k_meta, v_meta, mean, bytes; /* their layout */
-    uint8_t *base;                          /* of the head's pages in the arena */
-    int64_t most;                           /* where one may begin */
+    uint8_t *base;                          /* start of the head's pages in the arena */
+    int64_t most;                           /* largest valid offset */
 } kvc_page_room;
 
-/* A page, in registers: its first token's index, tokens stored. */
+/* A page, in registers: index of its first token, number of tokens. */
 typedef struct kvc_page_at {
     uint8_t *data; /* NULL: no page */
     int32_t first, n;
@@ -35,7 +36,8 @@ KVC_DEVICE kvc_side kvc_value_side(const kvc_page_room *page, const kvc_page_at 
     return side;
 }
 
-/* A page of another pair of formats than the last, of entry `given`, if it is not negative; no data if there is none, or no room for its kinds. */
+/* A page of another pair of formats than the last one, with entry `given` if that is not negative. No data if there is
+ * no page, or no shared memory for its kinds. */
 KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, uint32_t kinds, int h, int c,
                                      int64_t given, kvc_page_room *page)
 {
@@ -86,21 +88,21 @@ KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, u
     return at;
 }
 
-/* The entry of column c < end, for kvc_page_known: asked for a page before that, as it takes its time. */
+/* Loads the entry of column c < end for kvc_page_known, one page ahead because of the latency. */
 KVC_DEVICE int64_t kvc_entry_ahead(const kvc_row *row, int c, int end)
 {
     return c < end && c < row->plain_end && c != row->not_plain && c > 0 ? row->entries[c] : -1;
 }
 
-/* The page of an entry, if it is of the pair of the warp's last one. */
+/* The page of an entry, if it has the same pair of formats as the warp's last page. */
 KVC_DEVICE uint8_t *kvc_page_known(const kvc_page_room *page, int64_t entry)
 {
     int64_t offset = kvc_entry_offset(entry);
     return (int)(entry & 0xffff) == page->pair && entry >= 0 && offset <= page->most ? page->base + offset : NULL;
 }
 
-/* The page of column c; `paged`: kvc_row_paged; `known`: what kvc_page_known said when the page before it was the warp's; else its
- * entry may be `given`. */
+/* The page of column c. `paged`: kvc_row_paged. `known`: result of kvc_page_known during the warp's previous page;
+ * otherwise `given` may be its entry. */
 KVC_DEVICE kvc_page_at kvc_page_begin(const kvc_call *call, const kvc_row *row, uint32_t kinds, int h, int c, int paged,
                                       uint8_t *known, int64_t given, kvc_page_room *page)
 {
@@ -111,7 +113,7 @@ KVC_DEVICE kvc_page_at kvc_page_begin(const kvc_call *call, const kvc_row *row, 
     return at;
 }
 
-/* First slot that a query at `slot` may see: as in attend_view.c. */
+/* First slot visible to a query at `slot`, as in attend_view.c. */
 KVC_DEVICE int kvc_oldest_slot(const kvc_call *call, const kvc_row *row, int slot)
 {
     if (call->a.window == 0) return 0;
@@ -130,7 +132,7 @@ KVC_DEVICE kvc_seen_by kvc_seen_by_all(const kvc_call *call, const kvc_row *row,
 {
     kvc_seen_by seen = {0, 0};
     kvc_quad slot[2] = {kvc_load_quad(q->slot), kvc_load_quad(q->slot + 4)};
-    int first = (int)slot[0].w[0], last = first; /* rows go by token: those that are not there, -1, are the last */
+    int first = (int)slot[0].w[0], last = first; /* rows are ordered by token; missing ones (-1) come last */
     if (!row->contiguous || first < 0) return seen;
     KVC_UNROLL for (int n = 1; n < 8; n++) last = (int)slot[n / 4].w[n % 4] > last ? (int)slot[n / 4].w[n % 4] : last;
     int begin = kvc_oldest_slot(call, row, last) - (int)row->first;

@@ -1,18 +1,20 @@
-/* pipeline.cuh - whole pages of 8 and 16 bits that all rows see: nearly all of a long row. Words come by asynchronous copies
- * (cp.async) into shared memory, a block of 32 tokens ahead: while K of a block is worked on its V is on the way, while V is, K of
- * the next block. No page is asked into L2, which does not hold one for every warp: on an H200 raw pages took 1.46 times as long
- * that way.
+/* pipeline.cuh - full pages of 8 and 16 bits that all rows see, which is nearly all of a long row. Words are copied
+ * asynchronously (cp.async) to shared memory, one block of 32 tokens ahead: while K of a block is processed, its V is
+ * in flight; while V is processed, K of the next block is. Pages are not prefetched to L2, which cannot hold one for
+ * every warp: with prefetching, raw pages took 1.46 times as long on an H200.
  *
- * A warp copies 512 adjacent bytes at a time. Pairs of 16 bytes change places within 128, by the lane t that reads them, so that the
- * eight lanes that read at once meet all banks.
+ * A warp copies 512 adjacent bytes at a time. Pairs of 16-byte words are swizzled within 128 bytes, by the lane t that
+ * reads them, so that the eight lanes that read at once access all banks.
  *
- * Cost for 32 tokens beside keys.cuh and values.cuh: a copy for each load, and 512 bytes of shared memory a warp for each. */
+ * Cost for 32 tokens in addition to keys.cuh and values.cuh: a copy for each load, and 512 bytes of shared memory per
+ * warp for each. */
 #ifndef KVC_PIPELINE_CUH
 #define KVC_PIPELINE_CUH
 
 #include "finish.cuh"
 
-/* Pairs of kinds that go this way, in kernels that have both; raw ones where a kernel has nothing else, to keep code short. */
+/* Pairs of kinds that use this path, in kernels that have both. Raw pages only in kernels without other kinds, to keep
+ * the code short. */
 #define KVC_PIPED(PAIR)                                                                                                \
     PAIR(KVC_KIND_BF16, KVC_KIND_BF16)                                                                                 \
     PAIR(KVC_KIND_F16, KVC_KIND_F16)                                                                                   \
@@ -26,7 +28,7 @@ KVC_INLINE bool kvc_pipes(uint32_t kinds, int key, int value)
     return key > KVC_KIND_F16 || !(kinds & ~KVC_RAW_KINDS);
 }
 
-/* 16-byte copies of a lane for a side of a block. */
+/* Number of 16-byte copies per lane for a side of a block. */
 KVC_INLINE int kvc_piped_quads(int bits, int dims) { return dims * bits / 128; }
 /* Shared memory of a warp: K, V, scales of both. */
 #define KVC_PIPED_SCALES (2 * KVC_BLOCK)
@@ -41,7 +43,7 @@ KVC_INLINE int64_t kvc_pipe_bytes(uint32_t kinds, int dims)
     return most ? 512 * kvc_piped_quads(most, dims) + 2 * KVC_PIPED_SCALES : 0;
 }
 
-/* A block's words and scales, from `at` and `meta` on: 16 bytes i go to i ^ 2 * kvc_piped_turn(.., i). */
+/* Copies a block's words and scales from `at` and `meta`: 16-byte word i goes to i ^ 2 * kvc_piped_turn(.., i). */
 KVC_DEVICE void kvc_pipe_block(const int kind, const int dims, const bool key, const uint8_t *at, const uint8_t *meta,
                                uint8_t *words, uint8_t *scales)
 {
@@ -71,7 +73,7 @@ KVC_DEVICE void kvc_pipe_values(const int K, const int V, const int dims, const 
     kvc_copies_end();
 }
 
-/* Does the warp's pair, of a page that is there whole, go this way? */
+/* Whether the warp's pair of formats uses this path, for a page that is completely stored. */
 KVC_DEVICE bool kvc_takes_piped(const kvc_call *call, const uint32_t kinds, int dims, const kvc_page_room *page,
                                 const kvc_page_at *at, const kvc_seen_by *seen)
 {
@@ -85,7 +87,8 @@ KVC_DEVICE bool kvc_takes_piped(const kvc_call *call, const uint32_t kinds, int 
     return false;
 }
 
-/* From column c on, whose page lies at `data`; entry: of the column behind. Returns the column behind the pages taken. */
+/* Processes pages from column c on; its page is at `data`, `entry` is that of the next column. Returns the column after
+ * the last page taken. */
 KVC_DEVICE int kvc_piped_pages(const int K, const int V, const uint32_t kinds, const kvc_call *call, const kvc_row *row,
                                const kvc_page_room *page, const kvc_seen_by *seen, int paged, const int dims, int c,
                                int share, int end, const uint8_t *data, int64_t entry, const kvc_query *q,
@@ -94,7 +97,7 @@ KVC_DEVICE int kvc_piped_pages(const int K, const int V, const uint32_t kinds, c
     const int sums = kvc_sums_of(kinds, dims);
     const uint8_t *keys = room + 2 * KVC_PIPED_SCALES, *values = keys + 512 * kvc_piped_quads(kvc_kind_bits(K), dims);
     int size = (int)call->a.store.page_size, blocks = size / KVC_BLOCK, owed = 0;
-    int last = seen->end < paged ? seen->end : paged; /* all rows see tokens before this one */
+    int last = seen->end < paged ? seen->end : paged; /* all rows see the tokens before this one */
     float by[2];
     kvc_row_steps(q, kvc_form_of(K), by);
     kvc_pipe_keys(K, dims, page, data, 0, room);
@@ -107,7 +110,7 @@ KVC_DEVICE int kvc_piped_pages(const int K, const int V, const uint32_t kinds, c
         entry = kvc_entry_ahead(row, c + 2 * share, end);
         KVC_ONCE for (int block = 0; block < blocks; block++)
         {
-            const uint8_t *next = block + 1 < blocks ? data : behind; /* the page of the block behind */
+            const uint8_t *next = block + 1 < blocks ? data : behind; /* the page of the next block */
             int of_next = block + 1 < blocks ? block + 1 : 0;
             kvc_scores scores = {{0, 0, 0, 0, 0, 0, 0, 0}, {by[0], by[1]}, {0, 0}};
             kvc_copies_wait();
@@ -135,7 +138,7 @@ KVC_DEVICE int kvc_piped_pages(const int K, const int V, const uint32_t kinds, c
     return c;
 }
 
-/* The same for the warp's pair, whichever it is. */
+/* The same for any pair of formats. */
 KVC_DEVICE int kvc_any_piped(const uint32_t kinds, const kvc_call *call, const kvc_row *row, const kvc_page_room *page,
                              const kvc_seen_by *seen, int paged, const int dims, int c, int share, int end,
                              const uint8_t *data, int64_t entry, const kvc_query *q, uint8_t *room, kvc_softmax *state,

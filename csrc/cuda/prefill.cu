@@ -1,4 +1,4 @@
-/* prefill.cu - attention of many query rows, for heads of 64 and of 128 dims. */
+/* prefill.cu - attention of many query rows, for heads of 64 and 128 dims. */
 #include "prefill.cuh"
 
 KVC_KERNEL(kvc_prefill_64, kvc_call, 2 * KVC_PREFILL_ROWS, 1) { kvc_prefill_block(&a, 64); }

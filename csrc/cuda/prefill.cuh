@@ -1,13 +1,14 @@
-/* prefill.cuh - attention of many query rows (64 and more a KV head): a block takes 16 rows a warp and goes through a row's
- * columns 64 tokens at a time (span.cuh). Each warp makes S = Q K^T with its rows as A, softmax in registers, and O += P V with
- * S's registers as A: nothing is shuffled.
+/* prefill.cuh - attention of many query rows (64 and more per KV head). A block processes 16 rows per warp, and a row's
+ * columns 64 tokens at a time (span.cuh). Each warp computes S = Q K^T with its rows as A, softmax in registers, and O
+ * += P V with S's registers as A, without shuffles.
  *
- * A chunk of a tile read by lane 4g + t is the B fragments of two k steps: words 0, 1 of the first, 2, 3 of the second; which dims
- * of q, and which tokens of P, they stand for follows from that. Column g of S's tile 4I + k is token 32I + 8 (g / 2) + 2k + g % 2:
- * then P's registers are V's chunks.
+ * A 16-byte chunk of a tile, read by lane 4g + t, gives the B fragments of two k steps: words 0, 1 for the first, 2, 3
+ * for the second. This determines the order of q's dims and P's tokens in A. Column g of S's tile 4I + k is token 32I +
+ * 8 (g / 2) + 2k + g % 2, so that P's registers match V's chunks.
  *
- * Cost for 64 tokens of D dims and 16 rows, in a warp: 2 D / 2 MMAs and 4 more for the weights' sum, D / 2 loads of 16 bytes
- * from shared memory, 32 exponentials a lane; of the block's decoding 1/8 (128 rows; 1/4: 64), D codes a lane at 64 rows. */
+ * Cost for 64 tokens of D dims and 16 rows, per warp: 2 D / 2 MMAs and 4 for the sums of the weights, D / 2 loads of 16
+ * bytes from shared memory, 32 exponentials per lane; and 1/8 of the block's decoding (128 rows; 1/4 for 64), D codes
+ * per lane at 64 rows. */
 #ifndef KVC_PREFILL_CUH
 #define KVC_PREFILL_CUH
 
@@ -54,7 +55,7 @@ KVC_DEVICE void kvc_row_scores(const bool bf16, const int dims, const uint8_t *q
     }
 }
 
-/* q . mean of rows g and g + 8: the mean in even columns, what is left of it in odd ones. */
+/* q . mean for rows g and g + 8: the mean is in even columns, its remainder in odd ones. */
 KVC_DEVICE void kvc_row_means(const bool bf16, const int dims, const uint8_t *q, const kvc_prefill_room *room,
                               float dot[2])
 {
@@ -70,7 +71,7 @@ KVC_DEVICE void kvc_row_means(const bool bf16, const int dims, const uint8_t *q,
     dot[0] = sum[0] + sum[1], dot[1] = sum[2] + sum[3];
 }
 
-/* o[4n + 2i + e]: row g + 8i, dim 8n + 2t + e; l: the same of a column of ones. */
+/* o[4n + 2i + e]: row g + 8i, dim 8n + 2t + e; l: the same for a column of ones. */
 KVC_DEVICE void kvc_row_sums(const bool bf16, const int dims, const float *p, const uint8_t *values, float *o, float *l)
 {
     int g = kvc_lane() >> 2;
@@ -113,9 +114,10 @@ KVC_DEVICE void kvc_rotate_rows(const int dims, float *o)
     KVC_UNROLL for (int x = 0; x < dims / 2; x++) o[x] *= norm;
 }
 
-/* ---------------------------------------------------------------- who sees what */
+/* ---------------------------------------------------------------- visibility */
 
-/* Of n rows from `from` on, one or more: what all see, and what any sees; indices of tokens. */
+/* For n >= 1 rows starting at `from`: the tokens that all of them see, and those that any of them sees, as index
+ * ranges. */
 typedef struct kvc_rows_see {
     kvc_seen_by all, some;
 } kvc_rows_see;
@@ -146,11 +148,11 @@ KVC_DEVICE bool kvc_none_of(const kvc_seen_by *some, int first, int n)
 
 /* A warp's rows g and g + 8. */
 typedef struct kvc_rows_state {
-    float m[2], by[2], plus[2]; /* maxima, what scores are times and more: for powers of two */
+    float m[2], by[2], plus[2]; /* maxima; factors and offsets of the scores, for powers of two */
     int32_t newest[2], oldest[2];
 } kvc_rows_state;
 
-/* Scores that count, capped if wanted; the others below all. */
+/* Applies the softcap, if any, and masks invisible scores with a value below all others. */
 KVC_DEVICE void kvc_mask_rows(float softcap, const kvc_prefill_room *room, bool whole, kvc_rows_state *state, float *s)
 {
     int t = kvc_lane() & 3;
@@ -164,7 +166,7 @@ KVC_DEVICE void kvc_mask_rows(float softcap, const kvc_prefill_room *room, bool 
     KVC_UNROLL for (int i = 0; i < 2; i++) if (softcap > 0) state->by[i] = 1, state->plus[i] = 0;
 }
 
-/* Scores to weights, in place, as kvc_soften. */
+/* Replaces scores by weights, like kvc_soften. */
 KVC_DEVICE void kvc_soften_rows(const int dims, kvc_rows_state *state, float *s, float *o, float *l)
 {
     float top[2];
@@ -191,7 +193,7 @@ KVC_DEVICE void kvc_soften_rows(const int dims, kvc_rows_state *state, float *s,
     KVC_UNROLL for (int x = 0; x < 32; x++) s[x] = kvc_exp2(fmaf(s[x], state->by[x >> 1 & 1], state->plus[x >> 1 & 1]));
 }
 
-/* The block's rows from shared memory to results, or to what this run has of them. */
+/* Writes the results of the block's rows from shared memory, or this run's partial results. */
 KVC_DEVICE void kvc_prefill_finish(const kvc_call *call, const kvc_row *row, const int dims, int b, int h, int row0,
                                    const float *sum, float *to)
 {
@@ -210,7 +212,7 @@ KVC_DEVICE void kvc_prefill_finish(const kvc_call *call, const kvc_row *row, con
     }
 }
 
-/* x: as in device.cuh. Heads of K and V are `dims` wide; 32 threads for 16 rows. */
+/* x: as in device.cuh. Heads of K and V have `dims` dims; 32 threads per 16 rows. */
 KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
 {
     const kvc_attend_args *a = &call->a;
@@ -249,7 +251,7 @@ KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
     int begin = (int)(columns * run / runs), end = (int)(columns * (run + 1) / runs), rotated = -1;
     int paged = (int)kvc_row_paged(row);
     uint8_t *known = NULL;
-    if (begin == 0 && st->sinks == 0 && row->used) begin = 1; /* no token lies in column 0 */
+    if (begin == 0 && st->sinks == 0 && row->used) begin = 1; /* column 0 has no tokens */
     KVC_ONCE for (int c = begin; c < end; c++)
     {
         kvc_page_at at = kvc_page_begin(call, row, call->kinds, h, c, paged, known, -1, page);
@@ -269,7 +271,7 @@ KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
                 kvc_side side = kvc_key_side(page, &at);
                 key_unit = kvc_unit_of_scale(kvc_span_scale(&side, span, left));
             }
-            if (kvc_kind_bits(value_kind) < 16) { /* the unit stays while scales are 1/64 to 2 of it */
+            if (kvc_kind_bits(value_kind) < 16) { /* the unit stays while the scales are within 1/64 to 2 of it */
                 kvc_side side = kvc_value_side(page, &at);
                 float most = kvc_span_scale(&side, span, left) * grain;
                 of_sums = most < 1.96875f * unit && most * 64 >= unit ? unit : kvc_unit_of_scale(most);

@@ -1,10 +1,11 @@
-/* prepare.cuh - the query rows of a block in all the forms that its pages want (query.cuh).
+/* prepare.cuh - converts a block's query rows to all the forms that its pages need (query.cuh).
  *
- * q of 16 bits, in rows of 16-byte pieces as wide as the kernel, is prepared eight rows at a time by the whole block: lane 4g + t
- * loads dims 32m + 8t .. + 7 of row g, which are B fragments of two MMAs as they lie. So tensor cores rotate it, exact products of
- * signs and q: a warp has 16 dims of each 32, and one sign of the highest level; levels between the two are sums of registers.
- * What it gets for rows 2t, 2t + 1 becomes words of row g by two transposes, and an MMA adds them up for `base`. The power of two
- * is that of the row's largest before it is rotated: sqrt(D) more is within fp16. fp16 needs none for its own form. */
+ * 16-bit q, with 16-byte aligned rows as wide as the kernel, is converted eight rows at a time by the whole block. Lane
+ * 4g + t loads dims 32m + 8t .. + 7 of row g, which directly are B fragments of two MMAs. So tensor cores can rotate
+ * it, by exact products of signs and q: a warp has 16 dims of each 32 and one sign of the highest level; the levels in
+ * between are sums of registers. Results for rows 2t, 2t + 1 become words of row g by two transposes, and an MMA sums
+ * them for `base`. Rows are scaled by the power of two of their largest element before rotation, which can grow it by
+ * at most sqrt(D), within fp16's range. The fp16 form of fp16 q needs no scaling. */
 #ifndef KVC_PREPARE_CUH
 #define KVC_PREPARE_CUH
 
@@ -22,7 +23,7 @@ KVC_INLINE uint32_t kvc_forms_of(uint32_t kinds)
 
 /* Row r of the call's queries of (b, h). */
 typedef struct kvc_query_row {
-    const uint8_t *at; /* NULL: there is none */
+    const uint8_t *at; /* NULL: no row */
     int32_t slot;
 } kvc_query_row;
 
@@ -37,7 +38,7 @@ KVC_DEVICE kvc_query_row kvc_query_row_of(const kvc_call *call, const kvc_row *o
     return row;
 }
 
-/* 16 bytes of q, or 0; `flip`: signs. */
+/* 16 bytes of q, or 0; `flip`: sign bits to toggle. */
 KVC_DEVICE kvc_quad kvc_query_words(const uint8_t *at, uint32_t flip)
 {
     kvc_quad w = {{0, 0, 0, 0}};
@@ -46,7 +47,7 @@ KVC_DEVICE kvc_quad kvc_query_words(const uint8_t *at, uint32_t flip)
     return w;
 }
 
-/* The bits of the largest of the row's numbers, whatever their sign, which NaN and Inf come out above. */
+/* The bits of the row's largest magnitude; NaN and Inf compare above all others. */
 KVC_DEVICE uint32_t kvc_query_most(const bool bf16, const int dims, const kvc_quad *w)
 {
     uint32_t most = 0;
@@ -56,8 +57,8 @@ KVC_DEVICE uint32_t kvc_query_most(const bool bf16, const int dims, const kvc_qu
     return low > high ? low : high;
 }
 
-/* Signs of rows 16 .. of the transform as A, for words 2 * half, 2 * half + 1 of the lanes: row r is dim 2 (r % 2) + 4 (r / 2 % 4)
- * + r / 8 of the 16, dim 16 where `upper`. */
+/* Signs of rows 16 .. of the transform as A fragment, for words 2 * half, 2 * half + 1 of the lanes: row r is dim 2 (r
+ * % 2) + 4 (r / 2 % 4) + r / 8 of the 16, or of the next 16 if `upper`. */
 KVC_DEVICE void kvc_signs(const bool bf16, int upper, int half, uint32_t a[4])
 {
     int g = kvc_lane() >> 2, t = kvc_lane() & 3, odd = (g >> 2 & t) ^ (upper & t >> 1) ^ (g >> 1 & half);
@@ -75,11 +76,10 @@ KVC_DEVICE void kvc_mma_of(const bool bf16, float d[4], const uint32_t a[4], con
         kvc_mma_f16(d, a, b);
 }
 
-/* The warp's part of the rotated rows, not normalised: x[m] are 16 dims from 16 * kvc_rotated_tile(dims, m) on. */
+/* The warp's part of the rotated rows, not normalized: x[m] are 16 dims from 16 * kvc_rotated_tile(dims, m) on. */
 KVC_DEVICE uint32_t kvc_rotated_tile(const int dims, int m)
 {
-    return (((uint32_t)kvc_warp() >> 1) * (dims / 64) + m) * 2 +
-           ((uint32_t)kvc_warp() & 1); /* bits of them stand side by side */
+    return (((uint32_t)kvc_warp() >> 1) * (dims / 64) + m) * 2 + ((uint32_t)kvc_warp() & 1); /* interleaved */
 }
 KVC_DEVICE void kvc_rotate_eight(const bool bf16, const int dims, const kvc_quad *w, float x[KVC_HALVES][4])
 {
@@ -108,16 +108,16 @@ KVC_DEVICE void kvc_rotate_eight(const bool bf16, const int dims, const kvc_quad
     }
 }
 
-/* Rotated rows, times factor[i] for row 2t + i, as a form of `bits`. */
+/* Stores rotated rows, times factor[i] for row 2t + i, as a form of `bits`. */
 KVC_DEVICE void kvc_put_rotated(const int bits, const int dims, float x[KVC_HALVES][4], const float factor[2],
                                 kvc_query *q, int at)
 {
-    const uint32_t planes = 8 / bits, each = (uint32_t)dims / 16 / planes; /* tiles of a plane */
+    const uint32_t planes = 8 / bits, each = (uint32_t)dims / 16 / planes; /* tiles per plane */
     float sum[4] = {0, 0, 0, 0};
     KVC_UNROLL for (int m = 0; m < dims / 64; m++)
     {
         uint32_t tile = kvc_rotated_tile(dims, m), p = tile / each, s = planes * (tile % each) + p;
-        float by[2], weight = kvc_f32_of_bits((127 - (uint32_t)bits * p) << 23); /* of a code in the plane */
+        float by[2], weight = kvc_f32_of_bits((127 - (uint32_t)bits * p) << 23); /* weight of a code in the plane */
         uint32_t b[2], one = (15 + (uint32_t)bits * p) * 0x04000400, a[4] = {one, one, one, one};
         KVC_UNROLL for (int i = 0; i < 2; i++) by[i] = factor[i] * weight;
         KVC_UNROLL for (int i = 0; i < 2; i++) b[i] =
@@ -130,7 +130,7 @@ KVC_DEVICE void kvc_put_rotated(const int bits, const int dims, float x[KVC_HALV
         KVC_UNROLL for (int i = 0; i < 2; i++) q->part[bits == 2][kvc_warp()][2 * kvc_lane() + i] = sum[i];
 }
 
-/* The forms of 16 bits; the warp's share of them. */
+/* Stores the 16-bit forms; this is the warp's share. */
 KVC_DEVICE void kvc_put_halves(const kvc_call *call, const bool bf16, uint32_t forms, const int dims, const uint8_t *at,
                                uint32_t flip, float inverse, kvc_query *q)
 {
@@ -154,7 +154,7 @@ KVC_DEVICE void kvc_put_halves(const kvc_call *call, const bool bf16, uint32_t f
     }
 }
 
-/* Eight rows from row r on. */
+/* Converts eight rows from row r on. */
 KVC_DEVICE void kvc_query_eight(const kvc_call *call, const kvc_row *of, const bool bf16, uint32_t forms,
                                 const int dims, int h, int r, kvc_query *q)
 {
@@ -191,7 +191,7 @@ KVC_DEVICE void kvc_query_eight(const kvc_call *call, const kvc_row *of, const b
     if (n == 0) q->spoilt = rows;
 }
 
-/* Where sums of codes begin, from what the warps have added up. */
+/* The initial values of sums of codes, from the warps' partial sums. */
 KVC_DEVICE void kvc_put_base(kvc_query *q, int n)
 {
     KVC_UNROLL for (int two = 0; two < 2; two++)
@@ -203,7 +203,7 @@ KVC_DEVICE void kvc_put_base(kvc_query *q, int n)
     }
 }
 
-/* Row by row, in half a warp each: q in any type and width. */
+/* Converts row by row, a half-warp each, for q of any type and width. */
 KVC_DEVICE void kvc_prepare_rows(const kvc_call *call, const kvc_row *row, uint32_t forms, const int dims, int h,
                                  int row0, int groups)
 {
@@ -214,7 +214,7 @@ KVC_DEVICE void kvc_prepare_rows(const kvc_call *call, const kvc_row *row, uint3
                  i += kvc_threads())
                 ((uint32_t *)kvc_group_query(call, group))[i] = 0;
     kvc_barrier();
-    int each = kvc_threads() / 16; /* loops of their own, so that nothing of the second is worked out for the first */
+    int each = kvc_threads() / 16; /* separate loops, so that nothing of the second is computed for the first */
     if (dim == dims)
         KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += each)
             kvc_query_fill(call, row, kvc_group_query(call, n / 8), forms, dims, dims, h, row0 + n, n % 8);
@@ -223,7 +223,7 @@ KVC_DEVICE void kvc_prepare_rows(const kvc_call *call, const kvc_row *row, uint3
             kvc_query_fill(call, row, kvc_group_query(call, n / 8), forms, dims, dim, h, row0 + n, n % 8);
 }
 
-/* q in all the forms that pages of the call want; ends with a barrier. */
+/* Converts q to all forms that pages of the call need; ends with a barrier. */
 KVC_DEVICE void kvc_prepare(const kvc_call *call, const uint32_t kinds, const int dims, int h, int row0, int groups)
 {
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;

@@ -1,12 +1,12 @@
-/* ptx.cuh - all that the kernels ask of the hardware. Nothing else in csrc/cuda names an instruction, a builtin variable or
- * a runtime call, so the same sources compile for the host: with KVC_HOST_TWIN these names come from tests/cuda_host/twin.h,
- * which runs a block as fibers.
+/* ptx.cuh - everything that kernels need from the hardware. No other file in csrc/cuda uses instructions, builtin
+ * variables or runtime calls directly, so the sources also compile for the host: with KVC_HOST_TWIN these functions are
+ * those of tests/cuda_host/twin.h, which runs the threads of a block as fibers.
  *
- * Fragments, g = lane / 4, t = lane % 4 (PTX ISA, "Matrix fragments for mma.m16n8k16"):
+ * Fragments, with g = lane / 4, t = lane % 4 (PTX ISA, "Matrix fragments for mma.m16n8k16"):
  *     A a[0]: row g, k t-th word; a[1]: row g + 8; a[2], a[3]: the same rows, word t + 4   (2 elements)
  *     B b[0]: column g, word t; b[1]: word t + 4
  *     D d[0], d[1]: row g, columns 2t, 2t + 1; d[2], d[3]: row g + 8
- * Which elements of k are meant does not matter as long as A and B agree: the words of a page are used as they lie. */
+ * The order of the elements of k is arbitrary as long as A and B agree, so the words of a page are used unchanged. */
 #ifndef KVC_PTX_CUH
 #define KVC_PTX_CUH
 
@@ -45,7 +45,8 @@ KVC_DEVICE int64_t kvc_block_z(void) { return blockIdx.z; }
 
 KVC_DEVICE void kvc_barrier(void) { __syncthreads(); }
 KVC_DEVICE void kvc_warp_barrier(void) { __syncwarp(); }
-/* What the thread wrote can be read by all of the device before what it writes from now on, and the other way round. */
+/* Memory fence: what the thread wrote is visible to the device before what it writes afterwards; and likewise for
+ * reads. */
 KVC_DEVICE void kvc_fence(void) { __threadfence(); }
 KVC_DEVICE bool kvc_warp_any(bool x) { return __any_sync(0xffffffff, x); }
 KVC_DEVICE uint32_t kvc_warp_most(uint32_t x) { return __reduce_max_sync(0xffffffff, x); }
@@ -54,11 +55,11 @@ KVC_DEVICE uint32_t kvc_shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sy
 KVC_DEVICE void kvc_atomic_or(uint32_t *at, uint32_t x) { atomicOr(at, x); }
 KVC_DEVICE void kvc_atomic_and(uint32_t *at, uint32_t x) { atomicAnd(at, x); }
 KVC_DEVICE uint32_t kvc_atomic_add(uint32_t *at, uint32_t x) { return atomicAdd(at, x); }
-/* One more, or 0 if there were `last`; what there were. */
+/* Increments, or wraps to 0 at `last`; returns the previous value. */
 KVC_DEVICE uint32_t kvc_atomic_turn(uint32_t *at, uint32_t last) { return atomicInc(at, last); }
 KVC_DEVICE uint32_t kvc_atomic_exchange(uint32_t *at, uint32_t x) { return atomicExch(at, x); }
 
-/* 16 bytes that nobody reads again soon. */
+/* Loads 16 bytes that are not read again soon. */
 KVC_DEVICE kvc_quad kvc_load_stream(const void *at)
 {
     kvc_quad q;
@@ -67,7 +68,7 @@ KVC_DEVICE kvc_quad kvc_load_stream(const void *at)
                  : "l"(at));
     return q;
 }
-/* The same, where the block itself may have written. */
+/* The same for memory that the block itself may have written. */
 KVC_DEVICE kvc_quad kvc_load_written(const void *at)
 {
     kvc_quad q;
@@ -77,7 +78,7 @@ KVC_DEVICE kvc_quad kvc_load_written(const void *at)
                  : "memory");
     return q;
 }
-/* 8 and 4 bytes that nobody writes meanwhile. */
+/* Loads 8 (4) bytes that are not written during the kernel. */
 KVC_DEVICE uint64_t kvc_load_pair(const void *at)
 {
     uint64_t x;
@@ -96,11 +97,11 @@ KVC_DEVICE kvc_quad kvc_load_quad(const void *at)
     return (kvc_quad){{x.x, x.y, x.z, x.w}};
 }
 KVC_DEVICE void kvc_store_quad(void *at, kvc_quad q) { *(uint4 *)at = make_uint4(q.w[0], q.w[1], q.w[2], q.w[3]); }
-/* The whole warp: brings `bytes` (a multiple of 64) on their way to L2. */
+/* Prefetches `bytes` (a multiple of 64) to L2. Called by the whole warp. */
 KVC_DEVICE void kvc_prefetch(const uint8_t *at, int64_t bytes, int lane)
 {
 #if __CUDA_ARCH__ >= 900
-    /* by a lane that the compiler knows to be one: else it loops over lanes */
+    /* by one lane, in a form the compiler recognizes as such: otherwise it loops over lanes */
     asm volatile(
         "{.reg .pred one; elect.sync _|one, 0xffffffff; @one cp.async.bulk.prefetch.L2.global [%0], %1;}" ::"l"(
             __cvta_generic_to_global(at)),
@@ -111,15 +112,15 @@ KVC_DEVICE void kvc_prefetch(const uint8_t *at, int64_t bytes, int lane)
 #endif
 }
 
-/* 16 bytes of global memory on their way to a place in shared memory; by L1 (.ca), which asks L2 for whole lines: past it (.cg)
- * int8 pages took 1.24 times as long on an H200. */
+/* Asynchronously copies 16 bytes from global to shared memory, through L1 (.ca), which requests full lines from L2;
+ * bypassing it (.cg) made int8 1.24 times slower on an H200. */
 KVC_DEVICE void kvc_copy_quad(void *to, const void *at)
 {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)),
                  "l"(__cvta_generic_to_global(at))
                  : "memory");
 }
-/* Copies so far are a group; waits for all of the thread's groups but the last. */
+/* Closes a group of copies; kvc_copies_wait waits for all groups of the thread but the last. */
 KVC_DEVICE void kvc_copies_end(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 KVC_DEVICE void kvc_copies_wait(void) { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 
@@ -142,7 +143,7 @@ KVC_DEVICE uint32_t kvc_pack_bf16(float a, float b)
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
     return y;
 }
-/* Bytes 0, 1 (or 2, 3) of a word of e4m3 as two fp16, times 2^-8 where `KVC_E4M3_UNIT` is 256. */
+/* Bytes 0, 1 (or 2, 3) of a word of e4m3 as two fp16, times 2^-8 if `KVC_E4M3_UNIT` is 256. */
 #if __CUDA_ARCH__ >= 890
 #define KVC_E4M3_UNIT 1.f
 KVC_DEVICE uint32_t kvc_e4m3_pair(uint32_t w, int high)
@@ -156,7 +157,7 @@ KVC_DEVICE uint32_t kvc_e4m3_pair(uint32_t w, int high)
 #define KVC_E4M3_UNIT 256.f
 KVC_DEVICE uint32_t kvc_e4m3_pair(uint32_t w, int high)
 {
-    uint32_t x = __byte_perm(w, 0, high ? 0x3424 : 0x1404); /* each byte in the upper half of its 16 bits */
+    uint32_t x = __byte_perm(w, 0, high ? 0x3424 : 0x1404); /* each byte to the upper half of 16 bits */
     return (x & 0x80008000) | (x >> 1 & 0x3f803f80);
 }
 #endif
@@ -170,7 +171,7 @@ KVC_DEVICE float kvc_widen(uint32_t w, int high)
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
     return y;
 }
-/* Bytes of x (0 to 3) and y (4 to 7) by the digits of `select`, the lowest first. */
+/* Byte permutation: selects bytes of x (0 to 3) and y (4 to 7) by the digits of `select`, lowest first. */
 KVC_DEVICE uint32_t kvc_bytes(uint32_t x, uint32_t y, uint32_t select) { return __byte_perm(x, y, select); }
 /* x - y, two fp16 each. */
 KVC_DEVICE uint32_t kvc_less_pair(uint32_t x, uint32_t y)
@@ -179,7 +180,7 @@ KVC_DEVICE uint32_t kvc_less_pair(uint32_t x, uint32_t y)
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y ^ 0x80008000));
     return z;
 }
-/* x * y, and x * y + z rounded once: two fp16 each, subnormal ones too. */
+/* x * y, and x * y + z with a single rounding; two fp16 each, including subnormals. */
 KVC_DEVICE uint32_t kvc_times_pair(uint32_t x, uint32_t y)
 {
     uint32_t z;
@@ -206,14 +207,14 @@ KVC_DEVICE uint32_t kvc_times_half(uint32_t x, uint32_t y, int high)
             : "r"(x), "r"(y));
     return z;
 }
-/* The larger of two fp16 each. */
+/* Maximum of two fp16 each. */
 KVC_DEVICE uint32_t kvc_most_pair(uint32_t x, uint32_t y)
 {
     uint32_t z;
     asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
     return z;
 }
-/* The same of bf16 or fp16; NaN wins. */
+/* The same for bf16 or fp16; NaN propagates. */
 KVC_DEVICE uint32_t kvc_top_pair(const bool bf16, uint32_t x, uint32_t y)
 {
     uint32_t z;
@@ -223,7 +224,7 @@ KVC_DEVICE uint32_t kvc_top_pair(const bool bf16, uint32_t x, uint32_t y)
         asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
     return z;
 }
-/* Lane 4g + t has elements 2t, 2t + 1 of row g of 8 x 8; and then of column g. */
+/* 8 x 8 transpose: lane 4g + t has elements 2t, 2t + 1 of row g, afterwards of column g. */
 KVC_DEVICE uint32_t kvc_transpose(uint32_t x)
 {
     uint32_t y;
@@ -249,7 +250,8 @@ KVC_DEVICE void kvc_mma_f16_from(float d[4], const uint32_t a[4], const uint32_t
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-/* 0, or the runtime's error. A kernel's limit of shared memory is always set to the same: threads may launch it at once. */
+/* Returns 0 or the runtime's error. A kernel's shared memory limit is always set to the same value, because threads may
+ * launch it concurrently. */
 static inline int kvc_launch(const void *kernel, const void *argument, int64_t x, int64_t y, int64_t z, int threads,
                              int64_t shared, void *stream)
 {
@@ -273,7 +275,7 @@ static inline int kvc_fill(void *at, int byte, int64_t bytes, void *stream)
 
 KVC_DEVICE int kvc_lane(void) { return kvc_thread() & 31; }
 KVC_DEVICE int kvc_warp(void) { return kvc_thread() >> 5; }
-/* The largest of floats that are not negative. */
+/* Maximum of non-negative floats. */
 KVC_DEVICE float kvc_warp_max(float x) { return kvc_f32_of_bits(kvc_warp_most(kvc_f32_bits(x))); }
 KVC_DEVICE float kvc_shuffle_f(float x, int lane) { return kvc_f32_of_bits(kvc_shuffle(kvc_f32_bits(x), lane)); }
 KVC_DEVICE float kvc_shuffle_xor_f(float x, int mask)

@@ -1,16 +1,16 @@
-/* query.cuh - query rows as B fragments, prepared once a block for all its pages, in shared memory. Eight rows of one KV head
- * make the 8 columns of an MMA; a row is token * G + head of the group.
+/* query.cuh - query rows as B fragments in shared memory, prepared once per block for all its pages. Eight rows of one
+ * KV head are the 8 columns of an MMA; row = token * G + head of the group.
  *
- * q times a power of two (fp16), or as it is (bf16), as a sum of two: what is left of it after the first is for pages of 16 bits
- * and staged ones, 0 where q has few enough bits, and then skipped. Rotated formats take q rotated, its first part alone, in the
- * order in which their words hold dims, and divided by the weight of the plane that holds a dim: codes of all planes then stand
- * for the same, where they lie. `base` takes the middle of the codes off a sum. */
+ * q is scaled by a power of two (fp16) or unscaled (bf16), and split into two parts. The second part, the remainder of
+ * the first, is used for 16-bit and staged pages, and skipped if it is 0. Rotated formats use only the first part of
+ * the rotated q, in the order in which their words hold dims, divided by the weight of each dim's plane, so that codes
+ * of all planes have the same unit without being shifted. `base` subtracts the middle of the codes from a sum. */
 #ifndef KVC_QUERY_CUH
 #define KVC_QUERY_CUH
 
 #include "rows.cuh"
 
-/* How a side's words go into an MMA. */
+/* How a side's words are converted to MMA operands. */
 enum kvc_kind {
     KVC_KIND_BF16,
     KVC_KIND_F16,
@@ -39,14 +39,16 @@ KVC_INLINE int kvc_kind_of(int format)
     }
 }
 
-/* How pages go that a call has room for in these kinds: bf16 is staged where all forms of q together are too much. */
+/* The kind used for a format in a call with shared memory for these kinds: bf16 is staged if all forms of q together do
+ * not fit. */
 KVC_INLINE int kvc_kind_in(uint32_t kinds, int format)
 {
     int kind = kvc_kind_of(format);
     return kind == KVC_KIND_BF16 && !(kinds >> kind & 1) ? KVC_KIND_STAGED : kind;
 }
 
-/* Forms of q, and the kinds that use them; MEAN, as A fragments, is for centroids, which go with kinds below 8 bits. */
+/* Forms of q, and the kinds that use them. MEAN, as A fragments, is for centroids, which occur with
+ * kinds below 8 bits. */
 enum kvc_form { KVC_FORM_F16, KVC_FORM_BF16, KVC_FORM_MEAN, KVC_FORM_INT4, KVC_FORM_INT2, KVC_FORMS };
 KVC_INLINE int kvc_form_of(int kind)
 {
@@ -57,18 +59,19 @@ KVC_INLINE int kvc_form_of(int kind)
 }
 KVC_INLINE int kvc_form_bytes(int form, int dims) { return (form < KVC_FORM_INT4 ? 2 : 1) * 16 * dims; }
 
-/* Eight rows; D: head dim that the kernel was made for. The forms follow, those that some page wants. */
+/* Eight rows; D: head dim of the kernel. Followed by the forms that pages need. */
 typedef struct kvc_query {
-    alignas(16) float step[KVC_FORMS][8]; /* what a fragment's unit stands for, times the softmax scale */
-    float base[2][4][4];                  /* of codes: where sums begin, the middle taken off; rows 2t, 2t + 1 twice */
-    alignas(16) int32_t slot[8];          /* of the row's token; -1: no row */
-    uint32_t spoilt;                      /* bits of rows with NaN or Inf */
-    uint32_t rest;                        /* bits of forms whose second part is not 0 */
-    int32_t at[KVC_FORMS];                /* bytes from here to each form */
-    float part[2][4][8];                  /* of codes: what each warp adds up of a row, for base */
+    alignas(16) float step[KVC_FORMS][8]; /* value of a unit of the fragments, times the softmax scale */
+    float base[2][4][4]; /* for codes: initial values of sums, with the middle subtracted; rows 2t, 2t + 1 twice */
+    alignas(16) int32_t slot[8]; /* slot of the row's token; -1: no row */
+    uint32_t spoilt;             /* mask of rows with NaN or Inf */
+    uint32_t rest;               /* mask of forms whose second part is not 0 */
+    int32_t at[KVC_FORMS];       /* byte offset of each form */
+    float part[2][4][8];         /* for codes: each warp's partial sum of a row, for base */
 } kvc_query;
 
-/* Bytes of eight rows: forms in a fixed order. Some form of 16 bits is always there: the sums of a block go where q was. */
+/* Bytes of eight rows; forms are in a fixed order. There is always a 16-bit form, whose memory later holds the block's
+ * sums. */
 KVC_INLINE int kvc_form_at(uint32_t forms, int form, int dims)
 {
     int at = (int)sizeof(kvc_query);
@@ -77,7 +80,7 @@ KVC_INLINE int kvc_form_at(uint32_t forms, int form, int dims)
 }
 KVC_INLINE int kvc_query_bytes(uint32_t forms, int dims) { return kvc_form_at(forms, KVC_FORMS, dims); }
 
-/* B fragment of k-step s of a form, limb 0 or 1. */
+/* B fragment of k step s of a form, limb 0 or 1. */
 KVC_DEVICE void kvc_fragment(const uint64_t *of_form, int dims, int limb, int s, uint32_t b[2])
 {
     uint64_t both = of_form[limb * 2 * dims + s * 32 + kvc_lane()];
@@ -85,11 +88,11 @@ KVC_DEVICE void kvc_fragment(const uint64_t *of_form, int dims, int limb, int s,
     b[1] = (uint32_t)(both >> 32);
 }
 
-/* Codes below 8 bits are fp16 as they lie, behind an exponent of 0: their unit. A code of plane p, at bit bits * p, is that much
- * more: 2^(bits * p). */
+/* Codes below 8 bits, masked in place, are subnormal fp16 numbers: this is their unit. A code of plane p, at bit bits *
+ * p, is 2^(bits * p) times that. */
 #define KVC_GRAIN 0x1p-24f
 
-/* Plane and place in it of dim d; `period`: dims of a plane. */
+/* Plane of dim d, and its index in the plane; `period`: dims per plane. */
 KVC_DEVICE int kvc_plane_of(int d, int period) { return (d >= period) + (d >= 2 * period) + (d >= 3 * period); }
 
 /* Byte of dim d of row n within a limb of a form. */
@@ -100,7 +103,7 @@ KVC_DEVICE int kvc_fragment_place(int form, int dim, int n, int d)
     if (form >= KVC_FORM_INT4) { /* bytes 0, 2 and 1, 3 of a plane of word t of four */
         int planes = form == KVC_FORM_INT4 ? 2 : 4, p = kvc_plane_of(d, dim / planes), i = d - p * (dim / planes);
         s = planes * (i >> 4) + p, t = i >> 2 & 3, reg = i & 1, byte = i & 2;
-        return ((s / 2 * 32 + n * 4 + t) * 4 + s % 2 * 2 + reg) * 4 + byte; /* steps 2s, 2s + 1 side by side */
+        return ((s / 2 * 32 + n * 4 + t) * 4 + s % 2 * 2 + reg) * 4 + byte; /* steps 2s, 2s + 1 are adjacent */
     }
     return ((s * 32 + n * 4 + t) * 2 + reg) * 4 + byte;
 }
@@ -113,8 +116,8 @@ KVC_DEVICE float kvc_absmax(const float *x, int parts)
     return most;
 }
 
-/* A form of row n, which is x, zeros behind dim, in half a warp; `most`: its largest. All forms but the integers' have a second
- * limb. */
+/* Stores a form of row n, given as x (zeros past dim) by a half-warp; `most`: its largest magnitude. All forms except
+ * those for codes have a second limb. */
 KVC_DEVICE void kvc_put_form(const kvc_call *call, kvc_query *q, int form, int dims, int dim, int n, float scale,
                              float most, const float *x)
 {
@@ -127,7 +130,7 @@ KVC_DEVICE void kvc_put_form(const kvc_call *call, kvc_query *q, int form, int d
         unit = kvc_f32_of_bits((e < 20 ? 20 : e > 252 ? 252 : e) << 23);
     }
     float inverse = kvc_f32_of_bits(0x7f000000 - kvc_f32_bits(unit));
-    bool rest = false, given = wide && call->a.q.dtype == KVC_BF16; /* then there is nothing left of it */
+    bool rest = false, given = wide && call->a.q.dtype == KVC_BF16; /* then there is no remainder */
     if (given) KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < dim)
         {
             int place = kvc_fragment_place(form, dim, n, 16 * k + kvc_half_lane());
@@ -137,7 +140,7 @@ KVC_DEVICE void kvc_put_form(const kvc_call *call, kvc_query *q, int form, int d
         {
             int d = 16 * k + kvc_half_lane(), place = kvc_fragment_place(form, dim, n, d);
             float y = x[k] * inverse;
-            if (codes) { /* up to 2^11, so that the highest plane's share is no subnormal */
+            if (codes) { /* up to 2^11, so that the share of the highest plane is not subnormal */
                 int up = bits * kvc_plane_of(d, dim * bits / 8) << 23;
                 uint16_t of_plane = (uint16_t)kvc_pack_f16(y * kvc_f32_of_bits((137u << 23) - up), 0);
                 *(uint16_t *)(at + place) = of_plane;
@@ -159,8 +162,8 @@ KVC_DEVICE void kvc_put_form(const kvc_call *call, kvc_query *q, int form, int d
         -total * KVC_GRAIN * (bits == 4 ? 7.5f : 1.5f);
 }
 
-/* Row r of the call's queries of (b, h) as the n-th of the eight, in half a warp, in its forms. Behind dim they are 0
- * before. */
+/* Converts row r of the call's queries of (b, h) to its forms, as the n-th of the eight, by a half-warp. Elements past
+ * dim must be 0 already. */
 KVC_DEVICE void kvc_query_fill(const kvc_call *call, const kvc_row *of, kvc_query *q, uint32_t forms, int dims, int dim,
                                int h, int r, int n)
 {

@@ -1,4 +1,4 @@
-/* read.cu - stored tokens back to dense K and V, at their slots. Half a warp decodes a token. */
+/* read.cu - decodes stored tokens to dense K and V, placed at their slots. A half-warp decodes a token. */
 #include "rows.cuh"
 #include "wide.h"
 
@@ -11,7 +11,7 @@ typedef struct kvc_read_call {
     uint32_t *flags;
 } kvc_read_call;
 
-/* Zeros. x: sequence, head, 16 slots; y: V, K */
+/* Zeroes the output. x: sequence, head, 16 slots; y: V, K */
 KVC_KERNEL(kvc_clear_kernel, kvc_read_call, THREADS, 2)
 {
     const kvc_dense *x = &a.out[kvc_block_y()];

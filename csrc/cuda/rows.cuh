@@ -1,13 +1,13 @@
-/* rows.cuh - a row of K or V in half a warp: lane i of 16 holds dims i, 16 + i, .. in x[0], x[1], .. That is the order in
- * which rows.h and scalar_codec.c of the CPU compute, so sums, maxima and codes come out with the same bits: partial sums
- * by lane, then one tree; Walsh-Hadamard levels ascending; every operation rounded by itself (-fmad=false).
- * Both halves of a warp call these together. */
+/* rows.cuh - a row of K or V in a half-warp: lane i of 16 holds dims i, 16 + i, .. in x[0], x[1], .. This is the order
+ * of computation of rows.h and scalar_codec.c on the CPU, so sums, maxima and codes are bit-identical: partial sums by
+ * lane, then one tree; Walsh-Hadamard levels ascending; every operation rounded separately (-fmad=false). Both halves
+ * of a warp must call these functions together. */
 #ifndef KVC_ROWS_CUH
 #define KVC_ROWS_CUH
 
 #include "device.cuh"
 
-/* Kernels over rows are compiled for heads up to KVC_CUDA_DIM, and once more, in wide.cu, for all. */
+/* Row kernels are compiled for heads up to KVC_CUDA_DIM, and again, in wide.cu, for all. */
 #ifndef KVC_ROW_DIM
 #define KVC_ROW_DIM KVC_CUDA_DIM
 #endif
@@ -23,8 +23,8 @@ KVC_DEVICE float kvc_half_sum(float p)
     return p;
 }
 
-/* Orthonormal Walsh-Hadamard transform in blocks of the largest power of two in dim; `most`: parts that there may be. other - x
- * and x + other come as one multiply-add by -1 or 1, which rounds as they do. */
+/* Orthonormal Walsh-Hadamard transform in blocks of the largest power of two in dim; `most`: maximum number of parts.
+ * other - x and x + other are computed as one multiply-add by -1 or 1, which rounds the same. */
 KVC_DEVICE void kvc_rotate_parts(const int most, float *x, int dim)
 {
     int block = dim & -dim, lane = kvc_half_lane();
@@ -54,7 +54,7 @@ typedef struct kvc_range {
     float low, high;
 } kvc_range;
 
-/* Of equal ones (-0, 0) the first lane's, as a loop over lanes takes it. */
+/* Among equals (-0, 0) the first lane's, like a loop over lanes. */
 KVC_DEVICE kvc_range kvc_half_range(const float *x, int k0, int k1)
 {
     kvc_range r = {0, 0};
@@ -66,7 +66,7 @@ KVC_DEVICE kvc_range kvc_half_range(const float *x, int k0, int k1)
     KVC_UNROLL for (int h = 1; h < 16; h *= 2)
     {
         float low = kvc_shuffle_xor_f(r.low, h), high = kvc_shuffle_xor_f(r.high, h);
-        bool second = kvc_half_lane() & h; /* the other comes first */
+        bool second = kvc_half_lane() & h; /* the other lane comes first */
         r.low = second ? (r.low < low ? r.low : low) : (low < r.low ? low : r.low);
         r.high = second ? (r.high > high ? r.high : high) : (high > r.high ? high : r.high);
     }
@@ -86,7 +86,7 @@ KVC_DEVICE float kvc_floor(float x)
     return whole - (x < whole ? 1.f : 0.f);
 }
 
-/* As kvc_fit of rows.h. */
+/* As kvc_fit in rows.h. */
 KVC_DEVICE void kvc_half_fit(kvc_traits f, const float *x, int k0, int k1, float inverse, uint8_t *code, float *num,
                              float *den)
 {
@@ -107,7 +107,7 @@ KVC_DEVICE void kvc_half_fit(kvc_traits f, const float *x, int k0, int k1, float
     *den = kvc_half_sum(b);
 }
 
-/* What rows of groups [k0, k1) become: codes, one a byte, in place of x; scale and zero point as they are stored. */
+/* Encodes groups [k0, k1) of a row: codes, one per byte, to `code`; scale and zero point as stored. Overwrites x. */
 KVC_DEVICE void kvc_half_codes(kvc_traits f, float *x, int64_t dim, int k0, int k1, uint8_t *code, uint16_t meta[2])
 {
     int top = (1 << f.bits) - 1, half = 1 << (f.bits - 1);
@@ -123,7 +123,8 @@ KVC_DEVICE void kvc_half_codes(kvc_traits f, float *x, int64_t dim, int k0, int 
         float step = kvc_rotated_step(f.coding, f.bits) * sqrtf(p / (float)dim), best = tiny ? 0.f : 1 / step;
         kvc_half_fit(f, x, k0, k1, best, code, &num, &den);
         int steps = kvc_rotated_steps(f.coding, f.bits);
-        for (int i = 1; i < steps; i++) { /* again with the best: registers for two rows of codes are dear */
+        /* recomputed with the best step: keeping codes of two rows would take too many registers */
+        for (int i = 1; i < steps; i++) {
             float other = tiny ? 0.f : 1 / (step * kvc_step_factor(i));
             kvc_half_fit(f, x, k0, k1, other, code, &more, &sum);
             bool better = more * more * den > num * num * sum;
@@ -180,7 +181,7 @@ KVC_DEVICE void kvc_half_codes(kvc_traits f, float *x, int64_t dim, int k0, int 
     }
 }
 
-/* As kvc_encode_spread of rows.h: digits to `codes` [dim]; the scale as it is stored. */
+/* As kvc_encode_spread in rows.h: codes of cal2 to `codes` [dim]; returns the scale as stored. */
 KVC_DEVICE uint16_t kvc_half_spread(float *x, int dim, uint8_t *codes)
 {
     int fine = dim / 4, used = dim - fine, lane = kvc_half_lane();
@@ -211,7 +212,7 @@ KVC_DEVICE uint16_t kvc_half_spread(float *x, int dim, uint8_t *codes)
     return tiny ? 0 : kvc_scale_to_f16(sqrtf(p / den) * a);
 }
 
-/* Encodes the row x (overwritten) of token t: codes to `codes` [dim], metadata to planes of `stride` elements at meta. */
+/* Encodes row x (overwritten) of token t: codes to `codes` [dim], metadata to planes of `stride` elements at meta. */
 KVC_DEVICE void kvc_half_encode(int format, float *x, int64_t dim, uint8_t *codes, uint8_t *meta, int64_t t,
                                 int64_t stride, int64_t step)
 {
@@ -242,7 +243,7 @@ KVC_DEVICE void kvc_half_encode(int format, float *x, int64_t dim, uint8_t *code
 
 /* ---------------------------------------------------------------- decoding */
 
-/* An element as its tile holds it: bits of a raw number, or a code. */
+/* An element as stored in its tile: bits of a raw number, or a code. */
 KVC_DEVICE uint32_t kvc_cell(int key, int bits, int dim, const uint8_t *tile, int t, int d)
 {
     if (bits == 32) return *(const uint32_t *)(tile + 4 * (key ? d * KVC_TILE + t : t * dim + d));
@@ -287,7 +288,7 @@ KVC_DEVICE float kvc_scale_value(int scale, const uint8_t *at)
 /* As kvc_join. */
 KVC_DEVICE float kvc_joined(float high, float low) { return 4 * KVC_FINE * high + KVC_FINE * low; }
 
-/* Token t of a side as the CPU decodes it, in the order of kvc_half_rotate. */
+/* Decodes token t of a side like the CPU, in the order of kvc_half_rotate. */
 KVC_DEVICE void kvc_half_decode(const kvc_side *side, int64_t t, float *x)
 {
     kvc_traits f = kvc_format_traits(side->format);
@@ -332,7 +333,7 @@ KVC_DEVICE float kvc_element(const uint8_t *row, kvc_dtype dtype, int64_t d)
                               : kvc_bf16_to_f32(((const uint16_t *)row)[d]);
 }
 
-/* The number, or 0 (and a flag) for NaN and Inf: no token may spoil its page. */
+/* The number; 0 (and a flag) for NaN and Inf, which must not affect other tokens of the page. */
 KVC_DEVICE float kvc_finite(float x, uint32_t *flags, uint32_t bit)
 {
     if ((kvc_f32_bits(x) & 0x7f800000) != 0x7f800000) return x;

@@ -1,5 +1,6 @@
-/* score.cu - numbers of stored rows that policies ask for, as kvc_score_tokens: lengths of K or V, cosines of K with the head's
- * mean. A block a head, half a warp a row, page by page; the cosine goes over the rows twice. Sums are in a fixed order. */
+/* score.cu - statistics of stored rows for policies, as kvc_score_tokens: norms of K or V, cosines of K with the head's
+ * mean. One block per head, a half-warp per row, page by page; the cosine reads the rows twice. Sums have a fixed
+ * order. */
 #include "rows.cuh"
 #include "wide.h"
 
@@ -25,7 +26,8 @@ KVC_DEVICE float kvc_score_dot(const float *x, const float *y, int parts)
     return kvc_half_sum(sum);
 }
 
-/* One pass over the head's rows. mean: NULL, or what to compare with; sums: of the half's rows, each of length 1. */
+/* One pass over the head's rows. mean: NULL, or the vector to compare with; sums: of the half-warp's rows, normalized
+ * to length 1. */
 KVC_DEVICE void kvc_score_pass(const kvc_score_call *call, int64_t b, int64_t h, const float *mean, float length,
                                float *sums)
 {

@@ -1,20 +1,21 @@
-/* span.cuh - what a block of prefill.cuh has in shared memory: its query rows as A fragments, and 64 tokens of a page (a span) as
- * two tiles of fp16 (bf16, as raw pages are), decoded once for all rows.
+/* span.cuh - shared memory of a block of prefill.cuh: its query rows as A fragments, and 64 tokens of a page (a span)
+ * as two tiles of fp16 (or bf16, for raw bf16 pages), decoded once for all rows.
  *
- * Tiles are rows of chunks of 16 bytes: K's a token each, [64][dims], V's a dim each, [dims][64 tokens]; odd rows have their
- * chunks 4 further (xor), so that eight lanes meet all banks.
+ * Tiles consist of rows of 16-byte chunks: for K a row per token, [64][dims]; for V a row per dim, [dims][64 tokens].
+ * In odd rows the chunk index is xored with 4, so that eight lanes access all banks.
  *
- * Codes become subnormal fp16 where they lie (keys.cuh), and one multiply-add takes their middle off and brings the token's scale,
- * relative to a power of two: K's of these 64 tokens, V's that sums are in. */
+ * Codes become subnormal fp16 numbers without being moved (keys.cuh). One multiply-add subtracts their middle and
+ * applies the token's scale, relative to a power of two: for K that of these 64 tokens, for V the unit of the sums. */
 #ifndef KVC_SPAN_CUH
 #define KVC_SPAN_CUH
 
 #include "attend.cuh"
 
 #define KVC_SPAN 64          /* tokens that are decoded at once */
-#define KVC_PREFILL_ROWS 128 /* most rows of a block */
+#define KVC_PREFILL_ROWS 128 /* maximum rows per block */
 
-/* Forms of q, rows of dims: as it is given (raw pages, centroids); fp16, by a power of two a row; the same, rotated. */
+/* Forms of q, as rows of dims: unchanged (raw pages, centroids); fp16, scaled by a power of two per row; the same,
+ * rotated. */
 enum kvc_row_form { KVC_ROWS_GIVEN, KVC_ROWS_F16, KVC_ROWS_ROTATED };
 #define KVC_CODE_KINDS (1u << KVC_KIND_INT4 | 1u << KVC_KIND_INT2)
 #define KVC_PREFILL_KINDS                                                                                              \
@@ -25,7 +26,7 @@ typedef struct kvc_prefill_room {
     kvc_page_room page[KVC_PREFILL_ROWS / 16]; /* of each warp */
     uint32_t words[4], spoilt[KVC_PREFILL_ROWS / 32];
     int32_t slots[KVC_SPAN];
-    alignas(16) uint32_t mean[2][KVC_SPAN]; /* of K's page, in q's dtype, and what that leaves of it */
+    alignas(16) uint32_t mean[2][KVC_SPAN]; /* mean of K's page in q's dtype, and its remainder */
 } kvc_prefill_room;
 
 KVC_INLINE uint32_t kvc_row_forms(uint32_t kinds)
@@ -35,13 +36,13 @@ KVC_INLINE uint32_t kvc_row_forms(uint32_t kinds)
            (kinds & KVC_CODE_KINDS ? 1u << KVC_ROWS_ROTATED : 0);
 }
 KVC_INLINE int kvc_row_form_count(uint32_t forms) { return 1 + (forms >> 1 & 1) + (forms >> 2 & 1); }
-/* Which of those that there are it is: GIVEN the first. */
+/* Index of a form among those that exist; GIVEN is the first. */
 KVC_INLINE int kvc_row_form_index(uint32_t forms, int form)
 {
     return form == KVC_ROWS_ROTATED ? kvc_row_form_count(forms) - 1 : form;
 }
 
-/* Tiles, forms of q, steps of all but the first; at the end sums lie there, and maxima. */
+/* Layout: tiles, forms of q, steps of all but the first form. At the end, sums and maxima use the same memory. */
 #define KVC_PREFILL_TILES ((sizeof(kvc_prefill_room) + 127) / 128 * 128)
 KVC_INLINE int64_t kvc_prefill_bytes(int64_t rows, uint32_t kinds, int dims)
 {
@@ -51,7 +52,7 @@ KVC_INLINE int64_t kvc_prefill_bytes(int64_t rows, uint32_t kinds, int dims)
     return (int64_t)KVC_PREFILL_TILES + (tiles + q > sums ? tiles + q : sums);
 }
 
-/* Byte of element d of a row of q: 16 rows are A fragments, 16 bytes a lane and k step. */
+/* Byte offset of element d of a row of q: 16 rows are A fragments, 16 bytes per lane and k step. */
 KVC_DEVICE int kvc_row_place(int row, int dims, int d)
 {
     int lane = 4 * (row & 7) + (d >> 3 & 3), step = 2 * (d >> 5) + (d >> 2 & 1);
@@ -61,7 +62,7 @@ KVC_DEVICE int kvc_row_place(int row, int dims, int d)
 /* ---------------------------------------------------------------- queries */
 
 typedef struct kvc_prefill {
-    uint8_t *keys, *values, *q; /* tiles; q as given */
+    uint8_t *keys, *values, *q; /* tiles; q unchanged */
     uint32_t forms;
 } kvc_prefill;
 
@@ -82,7 +83,7 @@ KVC_DEVICE float *kvc_row_steps_of(const kvc_call *call, const kvc_prefill *of, 
            (kvc_row_form_index(of->forms, form) - 1) * rows;
 }
 
-/* Row n of the block, in half a warp: x as fp16, divided by the power of two of its largest. */
+/* Stores row n of the block, held by a half-warp, as fp16, divided by the power of two of its largest element. */
 KVC_DEVICE void kvc_put_row(const kvc_call *call, const kvc_prefill *of, int form, int dims, int n, const float *x)
 {
     uint32_t e = kvc_f32_bits(kvc_absmax(x, dims / 16)) >> 23;
@@ -95,7 +96,8 @@ KVC_DEVICE void kvc_put_row(const kvc_call *call, const kvc_prefill *of, int for
     if (kvc_half_lane() == 0) kvc_row_steps_of(call, of, form, dims)[n] = unit;
 }
 
-/* All rows of the block, in all forms; bits of those with NaN or Inf in room->spoilt, which is 0 before. */
+/* Converts all rows of the block to all forms; sets bits of rows with NaN or Inf in room->spoilt, which must be 0
+ * before. */
 KVC_DEVICE void kvc_prefill_queries(const kvc_call *call, const kvc_prefill *of, kvc_prefill_room *room, const int dims,
                                     int h, int row0)
 {
@@ -131,9 +133,9 @@ KVC_DEVICE void kvc_prefill_queries(const kvc_call *call, const kvc_prefill *of,
     }
 }
 
-/* ---------------------------------------------------------------- pages to tiles */
+/* ---------------------------------------------------------------- decoding pages to tiles */
 
-/* The largest scale of the tokens [0, left) of a span, in every warp. */
+/* The largest scale of tokens [0, left) of a span, in every warp. */
 KVC_DEVICE float kvc_span_scale(const kvc_side *side, int span, int left)
 {
     int t = 2 * kvc_lane();
@@ -146,15 +148,15 @@ KVC_DEVICE float kvc_span_scale(const kvc_side *side, int span, int left)
     return kvc_warp_max(most);
 }
 
-/* What integers in tiles must be multiplied by, besides the unit: subnormals times 2^15 become normal. */
+/* Factor for integers in tiles, in addition to the unit: subnormals times 2^15 are normal. */
 #define KVC_LIFT 0x1p15f
 KVC_INLINE float kvc_grain_of(int kind)
 {
     return kind >= KVC_KIND_INT8 && kind <= KVC_KIND_INT2 ? 1 / (KVC_LIFT * KVC_GRAIN) : 1;
 }
 
-/* A side of a span, by all threads, to its tile: a thread takes chunks (8 dims of K, 8 tokens of V) of four rows of it, which are
- * what a load of 16 bytes brings of each word; scales are divided by the unit. V of tokens from `left` on is 0. */
+/* Decodes a side of a span to its tile, with all threads. A thread decodes chunks (8 dims of K, 8 tokens of V) of four
+ * rows, which a 16-byte load of each word provides; scales are divided by the unit. V of tokens from `left` on is 0. */
 KVC_DEVICE void kvc_span_tile(const int kind, const int key, const int dims, const kvc_side *side, int span, int left,
                               float unit, uint8_t *to)
 {
@@ -165,7 +167,7 @@ KVC_DEVICE void kvc_span_tile(const int kind, const int key, const int dims, con
     if (kind == KVC_KIND_E4M3) inverse *= KVC_E4M3_UNIT;
     KVC_ONCE for (int i = kvc_thread(); i < 2 * dims; i += kvc_threads())
     {
-        const int across = key ? dims / 8 : 8; /* a warp has all planes of its words: they are loaded once */
+        const int across = key ? dims / 8 : 8; /* a warp has all planes of its words, so they are loaded once */
         int chunk = i % across, line = i / across;
         int tile = KVC_SPAN / KVC_TILE * span + (key ? line >> 2 : chunk >> 1), last = ((int)side->tokens >> 4) - 1;
         int plane = key ? chunk / each : bits < 8 ? (chunk & 1) * planes / 2 : 0;
@@ -174,7 +176,7 @@ KVC_DEVICE void kvc_span_tile(const int kind, const int key, const int dims, con
         const uint8_t *at = side->tiles + tile * (2 * dims * bits);
         const uint8_t *scales = side->meta + 2 * (KVC_TILE * tile + (key ? 4 * (line & 3) : 8 * (chunk & 1)));
         at += key ? 64 * word + 16 * (line & 3) : 4 * dims * word + 16 * line;
-        kvc_quad w[4], y, factor = {}, middle = {}; /* of K: of each row; of V: of each pair of tokens */
+        kvc_quad w[4], y, factor = {}, middle = {}; /* K: of each row; V: of each pair of tokens */
         KVC_UNROLL for (int k = 0; k < quads; k++) w[k] = kvc_load_stream(at + k * (key ? 64 : 4 * dims));
         if (bits < 16) {
             uint32_t two[4];
@@ -215,7 +217,7 @@ KVC_DEVICE void kvc_span_tile(const int kind, const int key, const int dims, con
     }
 }
 
-/* A page's mean key in the dtype of q, and what that leaves of it. */
+/* A page's mean key in the dtype of q, and its remainder. */
 KVC_DEVICE void kvc_mean_tile(const kvc_call *call, int dims, const uint8_t *mean, kvc_prefill_room *room)
 {
     for (int i = kvc_thread(); i < dims / 2; i += kvc_threads()) {
@@ -235,7 +237,7 @@ KVC_DEVICE float kvc_unit_of_scale(float most)
     return most > 0 ? kvc_f32_of_bits((kvc_f32_bits(most) & 0x7f800000) + (1u << 23)) : 1;
 }
 
-/* Both tiles of a span, and what else its products want; `unit`: V's. */
+/* Decodes both tiles of a span, and what else its products need; `unit`: V's. */
 KVC_DEVICE void kvc_decode_span(const kvc_call *call, const int dims, const kvc_prefill *of, kvc_prefill_room *room,
                                 const kvc_page_room *page, const kvc_page_at *at, int span, int left, float key_unit,
                                 float unit)

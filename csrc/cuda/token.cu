@@ -1,9 +1,9 @@
-/* token.cu - the writing half of a call of one token a row, where such tokens fall on raw pages (KVC_OPEN_RAW) and attention does not
- * write them itself: it has no counters that stay (kvc_cuda.done), or pages are sealed in the same call. A block writes a side of a
- * head's token. What the page is to be sealed as is the next launch's.
+/* token.cu - the write phase of a call with one token per row on raw pages (KVC_OPEN_RAW), if the attention kernel does
+ * not write the token itself: there are no persistent counters (kvc_cuda.done), or the call seals pages. A block writes
+ * one side of a head's token. Pages are sealed by the next launch.
  *
- * Cost: two loads that wait for each other, of the row's length and of its page's entry, while the token is on its way. On an H200
- * kvc_write_kernel, whose code has all formats, took 11 us for as much, most of them to fetch its code. */
+ * Cost: two dependent loads (the row's length, its page's entry), while the token is loaded. kvc_write_kernel, with
+ * code for all formats, took 11 us for this on an H200, most of it instruction fetch. */
 #include "token.cuh"
 
 #define KVC_TOKEN_THREADS 128
@@ -22,7 +22,8 @@ KVC_KERNEL(kvc_token_kernel, kvc_call, KVC_TOKEN_THREADS, 8)
     int64_t c = kvc_column_of(s, stored), first = kvc_column_first(c, s->sinks, s->page_size);
     int64_t entry = c < s->columns ? kvc_entry_at(s, at, c) : KVC_NONE, to = entry;
     bool fills = false;
-    if (entry != KVC_NONE && c > 0 && stored + 1 == first + s->page_size) /* full then: as kvc_row_begin */
+    /* the page is then full: as in kvc_row_begin */
+    if (entry != KVC_NONE && c > 0 && stored + 1 == first + s->page_size)
         KVC_ONCE for (int64_t n = 0; n < a.a.n_seals; n++)
         {
             if (a.a.seals[2 * n + 1] != entry || a.a.seals[2 * n] == KVC_NONE) continue;

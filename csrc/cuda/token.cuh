@@ -1,18 +1,19 @@
-/* token.cuh - a row's one token to its open page, raw as the call's tokens are, and to its page of own tokens: by a launch of its
- * own (token.cu), or by attention (attend.cuh), in the block that has the token's column. */
+/* token.cuh - writes a row's one token to its open page, which is raw in the dtype of the call's tokens, and to its
+ * page of own tokens. Used by a separate launch (token.cu), or by the attention kernel (attend.cuh), in the block that
+ * has the token's column. */
 #ifndef KVC_TOKEN_CUH
 #define KVC_TOKEN_CUH
 
 #include "encode.cuh"
 
-/* Where a side of the token goes; NULL: nowhere. */
+/* Destinations of a side of the token; NULL: none. */
 typedef struct kvc_token_to {
     uint8_t *page, *own; /* tiles */
-    int t;               /* in the page */
+    int t;               /* index in the page */
 } kvc_token_to;
 
-/* `i`: of (sequence, head). `c`, `entry`: its column and the page there, which begins with token `first` of `stored`; `fills`: the
- * page is to be sealed in this call. */
+/* `i`: index of (sequence, head). `c`, `entry`: its column and the page there, which starts at token `first` of
+ * `stored`. `fills`: the page is sealed in this call. */
 KVC_DEVICE kvc_token_to kvc_token_place(const kvc_call *call, uint32_t i, uint32_t h, int key, int64_t c, int64_t entry,
                                         int64_t stored, bool fills, uint32_t *flags)
 {
@@ -36,7 +37,7 @@ KVC_DEVICE const uint8_t *kvc_token_row(const kvc_call *call, uint32_t b, uint32
     return key ? kvc_dense_row(&call->a.k, b, h, 0) : kvc_dense_row(&call->a.v, b, h, 0);
 }
 
-/* Dim d of the token, or 0. */
+/* Dim d of the token; 0 past the end. */
 KVC_DEVICE uint32_t kvc_token_bits(const kvc_call *call, const uint8_t *row, int key, int d)
 {
     if (d >= (int)(key ? call->a.store.key_dim : call->a.store.value_dim)) return 0;
@@ -53,7 +54,7 @@ KVC_DEVICE void kvc_put_cell(uint8_t *tiles, int key, bool wide, int dim, int t,
         *(uint16_t *)to = (uint16_t)bits;
 }
 
-/* Dim d, if there is one. */
+/* Stores dim d, unless it is past the end. */
 KVC_DEVICE void kvc_put_number(const kvc_call *call, int key, int d, uint32_t bits, kvc_token_to to)
 {
     const bool wide = call->own_raw == KVC_RAW_F32;

@@ -1,16 +1,16 @@
-/* values.cuh - O^T += V^T P for 32 tokens and 8 query rows, in a warp: V's words as A fragments, P as B.
+/* values.cuh - O^T += V^T P for 32 tokens and 8 query rows, by one warp: V's words as A fragments, P as B.
  *
- * The lane's weights are those of keys.cuh: w[2e + i], token 4c + e of tile u, row 2t + i. Four tokens are what a word of V
- * holds, so a lane packs its four into words, and B fragments come by shuffles. Lane 4g + t sums dims 32m + 4g + 2i + r of rows
- * 2t, 2t + 1 in o[m][i][2r], o[m][i][2r + 1]: a load of 16 bytes brings four dims.
+ * A lane's weights are distributed as in keys.cuh: w[2e + i], token 4c + e of tile u, row 2t + i. A word of V holds the
+ * same four tokens, so a lane packs its four weights into words, and B fragments are obtained by shuffles. Lane 4g + t
+ * sums dims 32m + 4g + 2i + r of rows 2t, 2t + 1 in o[m][i][2r], o[m][i][2r + 1]: a 16-byte load provides four dims.
  *
- * Where V has a scale a token it is folded into the weights, relative to `unit`, a power of two that the sums are in: it
- * follows the scales that a warp meets, so that weights are fp16 and sums go on from block to block without a conversion.
- * Below 8 bits codes go in with their middle, as subnormals (keys.cuh), and an MMA a step more sums up the weights, times
- * twice the middle, behind the others in o: kvc_settle takes them off.
+ * Scales of V per token are multiplied into the weights, relative to `unit`, a power of two in which the sums are kept.
+ * It follows the scales that a warp encounters, so that weights fit fp16 and sums continue from block to block without
+ * conversion. Below 8 bits, codes are used as subnormals including their middle (keys.cuh); an extra MMA per step sums
+ * the weights times twice the middle, next to the other sums in o, and kvc_settle subtracts them.
  *
- * Cost for 32 tokens of D dims: D * bits / 64 loads of 16 bytes a lane (int2: D / 16, half of them doubles), D / 8 MMAs,
- * 8 shuffles, and to unpack what keys.cuh says. */
+ * Cost for 32 tokens of D dims: D * bits / 64 loads of 16 bytes per lane (int2: D / 16, half of them duplicates), D / 8
+ * MMAs, 8 shuffles, and unpacking as in keys.cuh. */
 #ifndef KVC_VALUES_CUH
 #define KVC_VALUES_CUH
 
@@ -18,10 +18,10 @@
 
 typedef struct kvc_softmax {
     float m[2], l[2]; /* of rows 2t, 2t + 1; l: the lane's part */
-    float unit;       /* of the sums o */
+    float unit;       /* unit of the sums o */
 } kvc_softmax;
 
-/* Lanes 4g + t share rows 2t, 2t + 1: over all g. */
+/* Maximum over all g for rows 2t, 2t + 1, which lanes 4g + t share. */
 KVC_DEVICE float kvc_rows_max(float x)
 {
     KVC_UNROLL for (int h = 4; h < 32; h *= 2) x = fmaxf(x, kvc_shuffle_xor_f(x, h));
@@ -34,14 +34,14 @@ KVC_DEVICE float kvc_rows_sum(float x)
 }
 
 #define KVC_LOG2E 1.4426950408889634f
-#define KVC_NO_MAX -1e38f /* of a row that has seen nothing */
-/* Is there anything in the sums of any row? The whole warp. */
+#define KVC_NO_MAX -1e38f /* maximum of a row that has seen no token */
+/* Whether the sums of any row have a contribution. Called by the whole warp. */
 KVC_DEVICE bool kvc_has_begun(const kvc_softmax *state)
 {
     return kvc_warp_any(state->m[0] != KVC_NO_MAX || state->m[1] != KVC_NO_MAX);
 }
 
-/* A row's maximum moves: sums so far are rescaled. */
+/* Raises a row's maximum and rescales its sums. */
 KVC_DEVICE void kvc_raise(kvc_softmax *state, const float top[2], int sums, float *o)
 {
     float keep[2];
@@ -61,8 +61,8 @@ typedef struct kvc_scores {
     float s[8], by[2], plus[2];
 } kvc_scores;
 
-/* Scores to weights, in place. m is some earlier maximum: it follows where a score is higher by KVC_SLACK, so that weights stay
- * below 2^8. */
+/* Replaces scores by weights. m is an earlier maximum; it is raised only if a score exceeds it by KVC_SLACK, so weights
+ * stay below 2^8. */
 #define KVC_SLACK 5.5f
 KVC_DEVICE void kvc_soften(kvc_softmax *state, kvc_scores *of, int sums, float *o)
 {
@@ -83,7 +83,7 @@ KVC_DEVICE void kvc_soften(kvc_softmax *state, kvc_scores *of, int sums, float *
     }
 }
 
-/* The word of tokens of (tile u, chunk c) for row g, from the lane that has it: word[i] for row 2t + i. */
+/* The word with tokens of (tile u, chunk c) for row g, from the lane that has it: word[i] for row 2t + i. */
 KVC_DEVICE uint32_t kvc_take(const uint32_t word[2], int u, int c)
 {
     int g = kvc_lane() >> 2, from = (4 * u + c) * 4 + (g >> 1);
@@ -91,7 +91,7 @@ KVC_DEVICE uint32_t kvc_take(const uint32_t word[2], int u, int c)
     return g & 1 ? odd : even;
 }
 
-/* Bits of the first n elements of `bits` in a word. */
+/* Mask of the first n elements of `bits` bits in a word. */
 KVC_DEVICE uint32_t kvc_first(int n, int bits)
 {
     return n * bits >= 32 ? 0xffffffff : n <= 0 ? 0 : (1u << (n * bits)) - 1;
@@ -104,7 +104,7 @@ KVC_DEVICE void kvc_weight_fragments(int kind, const float w[8], uint32_t b[2][2
     const bool planes = kvc_kind_bits(kind) < 8;
     KVC_UNROLL for (int r = 0; r < 2; r++)
     {
-        uint32_t word[2]; /* tokens 2r and 2r + 1; of bytes r and r + 2 where a word has planes */
+        uint32_t word[2]; /* tokens 2r and 2r + 1; or those of bytes r and r + 2 if a word has planes */
         KVC_UNROLL for (int i = 0; i < 2; i++)
         {
             float first = planes ? w[2 * r + i] : w[4 * r + i],
@@ -120,8 +120,8 @@ KVC_DEVICE void kvc_weight_fragments(int kind, const float w[8], uint32_t b[2][2
     }
 }
 
-/* o: sums of the lane's dims, then KVC_MIDDLES of the middles still to be taken off, two times, by column as they are. That is
- * done every few pages, so that sums stay as small as what they are of. */
+/* o: sums of the lane's dims, then KVC_MIDDLES sums of the middles still to be subtracted, doubled, by column. They are
+ * subtracted every few pages, so that the sums do not grow much larger than their result. */
 #define KVC_MIDDLES 4
 #define KVC_SETTLE 4
 KVC_INLINE int kvc_sums_of(uint32_t kinds, int dims)
@@ -135,7 +135,8 @@ KVC_DEVICE void kvc_settle(int dims, float *o)
     KVC_UNROLL for (int x = 0; x < KVC_MIDDLES; x++) o[dims / 4 + x] = 0;
 }
 
-/* A fragment of k step s: 8 bits and more: tile s; int4: plane s of the lane's word; int2: the lane's planes 2 (t % 2) + s. */
+/* A fragment of k step s. 8 bits and more: tile s; int4: plane s of the lane's word; int2: the lane's planes 2 (t % 2)
+ * + s. */
 KVC_DEVICE void kvc_unpack_values(int kind, const kvc_quad v[2][2], int i, int s, uint32_t a[4])
 {
     if (kvc_kind_bits(kind) >= 8) kvc_unpack(kind, v[s], i, 0, a);
@@ -150,21 +151,21 @@ KVC_DEVICE void kvc_unpack_values(int kind, const kvc_quad v[2][2], int i, int s
     }
 }
 
-/* The same of codes that are 2 * middle, as subnormals. Never -2 * middle: ptxas 12.4 loses the sign of such constants when it
- * copies them into the registers of an MMA. */
+/* The same for the constant 2 * middle, as subnormals. Not -2 * middle: ptxas 12.4 loses the sign of such constants
+ * when it copies them into the registers of an MMA. */
 KVC_DEVICE void kvc_middles(int kind, int s, uint32_t a[4])
 {
     uint32_t twice = kind == KVC_KIND_INT4 ? 15u << 4 * s : 3u << (2 * s + 4 * (kvc_lane() & 1));
     KVC_UNROLL for (int r = 0; r < 4; r++) a[r] = twice * 0x10001;
 }
 
-/* w: weights as they go into the MMA. tile[2]: the block's. Tokens from `left` on hold anything: floats become 0. */
+/* w: weights as MMA operands. tile[2]: those of the block. Tokens from `left` on may hold anything; floats become 0. */
 KVC_DEVICE void kvc_value_tiles(int kind, int dims, const bool exact, const uint8_t *const tile[2], int dim,
                                 const int from, int left, const float w[8], float *o)
 {
     int t = kvc_lane() & 3, g = kvc_lane() >> 2;
-    const int bits = kvc_kind_bits(kind), each = bits == 16 ? 2 : 1; /* rows of words that a step takes */
-    const int tiles = bits < 8 ? 1 : 2;                              /* below 8 bits lanes t share them out */
+    const int bits = kvc_kind_bits(kind), each = bits == 16 ? 2 : 1; /* rows of words per step */
+    const int tiles = bits < 8 ? 1 : 2;                              /* below 8 bits, lanes t share them */
     int word = bits >= 8 ? each * t : bits == 4 ? t & 1 : 0;
     const uint8_t *lane_words = kvc_piped(kind, dims, false, tile[0], each * t * (dims / 4) + g);
     uint32_t b[2][2], a[4];
@@ -181,7 +182,7 @@ KVC_DEVICE void kvc_value_tiles(int kind, int dims, const bool exact, const uint
             KVC_UNROLL for (int r = 0; r < each; r++)
         {
             int d = 32 * (m0 + m) + 4 * g;
-            if (!exact && d >= dim) d = 0; /* sums of dims that there are not */
+            if (!exact && d >= dim) d = 0; /* sums of dims past the end are discarded */
             const uint8_t *at = (tiles == 2 ? tile[u] : t >> 1 ? tile[1] : tile[0]) + 4 * ((word + r) * dim + d);
             if (from == KVC_IN_PIPE) at = lane_words + 4 * (4 * each * u + r) * dims + 128 * (m0 + m);
             v[m][u][r] = kvc_load_words(kind, from, at);
@@ -206,7 +207,7 @@ KVC_DEVICE void kvc_value_tiles(int kind, int dims, const bool exact, const uint
     }
 }
 
-/* Sums from now on in `unit`, a power of two. */
+/* Changes the unit of the sums, a power of two. */
 KVC_DEVICE void kvc_change_unit(kvc_softmax *state, float unit, int sums, float *o)
 {
     float by = state->unit / unit;
@@ -214,9 +215,9 @@ KVC_DEVICE void kvc_change_unit(kvc_softmax *state, float unit, int sums, float 
     KVC_UNROLL for (int x = 0; x < sums; x++) o[x] *= by;
 }
 
-/* Weights p with V's scales in them, in units of the sums, for codes of so many bits. Scales are below 128 units then: p goes to
- * 2^8, fp16 to 2^16; and not all below 128 / `room`, so that small weights keep their bits. `all`: of tokens that are not there
- * scales may be NaN. */
+/* Weights p times V's scales, in units of the sums, for codes of this many bits. Scales must be below 128 units, since
+ * p can reach 2^8 and fp16 2^16, and not all below 128 / `room`, so that small weights keep precision. `all`: no
+ * missing tokens, whose scales may be NaN. */
 KVC_DEVICE void kvc_scaled_weights(int bits, const bool all, const float p[8], float scale[4], float room,
                                    kvc_softmax *state, int sums, float *o, float w[8])
 {
@@ -229,14 +230,14 @@ KVC_DEVICE void kvc_scaled_weights(int bits, const bool all, const float p[8], f
         kvc_change_unit(state, unit / grain, sums, o);
     }
     uint32_t inverse = 0x7f000000 - kvc_f32_bits(unit); /* 1 / unit, which is a power of two */
-    if (bits < 8) { /* and of the weight of the plane that holds the lane's tokens */
+    if (bits < 8) {                                     /* and the weight of the plane that holds the lane's tokens */
         int c = kvc_lane() >> 2 & 3;
         inverse -= (uint32_t)(bits * (2 * c / bits)) << 23;
     }
     KVC_UNROLL for (int x = 0; x < 8; x++) w[x] = p[x] * (scale[x >> 1] * kvc_f32_of_bits(inverse));
 }
 
-/* o += V of a block's tiles, weighed by p, with the lane's tokens' `scales`. */
+/* o += V of a block's tiles, weighted by p, with `scales` of the lane's tokens. */
 KVC_DEVICE void kvc_weighed_sums(int kind, int dims, const bool exact, int sums, const uint8_t *const tile[2], int dim,
                                  const int from, int left, int all, uint64_t scales, const float p[8],
                                  kvc_softmax *state, float *o)
@@ -257,7 +258,7 @@ KVC_DEVICE void kvc_weighed_sums(int kind, int dims, const bool exact, int sums,
     kvc_value_tiles(kind, dims, exact, tile, dim, from, left, w, o);
 }
 
-/* The same of a block of a page; and where words and scales are in a pipe. */
+/* The same for a block of a page; kvc_piped_sums: for words and scales in a pipe. */
 KVC_DEVICE void kvc_value_sums(int kind, int dims, bool exact, int sums, const kvc_side *side, int block, int left,
                                int all, const float p[8], kvc_softmax *state, float *o)
 {
@@ -278,14 +279,15 @@ KVC_DEVICE void kvc_piped_sums(int kind, int dims, int sums, const uint8_t *word
     kvc_weighed_sums(kind, dims, true, sums, tile, dims, KVC_IN_PIPE, KVC_BLOCK, true, of_tokens, p, state, o);
 }
 
-/* The same through the warp's room; numbers of 32 bits, and their weights, as sums of two. */
+/* The same through the warp's staging buffer; fp32 numbers and their weights are split into two parts. */
 KVC_DEVICE void kvc_staged_sums(int dims, int sums, const kvc_side *side, int block, int left, const float p[8],
                                 kvc_stage *room, kvc_softmax *state, float *o)
 {
     int lane = kvc_lane(), u = lane >> 4, c = lane >> 2 & 3;
     bool wide = side->format == KVC_RAW_F32;
     const uint8_t *tile[2] = {(const uint8_t *)(room + 1), (const uint8_t *)(room + 1) + 2 * KVC_TILE * side->dim};
-    KVC_ONCE for (int limb = 0; limb < (wide ? 3 : 1); limb++) /* V and w; V and the rest of w; the rest of V and w */
+    /* V and w; V and the remainder of w; the remainder of V and w */
+    KVC_ONCE for (int limb = 0; limb < (wide ? 3 : 1); limb++)
     {
         float w[8], scale[4];
         if (limb != 1) kvc_stage_block(side, block, left, limb == 2, room);

@@ -1,31 +1,32 @@
-/* varlen.cu - an engine's batch as a call of the kernels, made on the device: block tables become entries, lengths become rows,
- * seals and lists of what there is to do. The host knows sizes alone, so a call can be captured, and run again when lengths and
- * blocks are others.
+/* varlen.cu - converts an engine's batch to a call of the kernels, on the device: block tables become entries, lengths
+ * become rows, seals and work lists. The host knows only sizes, so a call can be captured and replayed with other
+ * lengths and blocks.
  *
- * Cost: a block a sequence reads the lengths of those before it and writes 8 bytes for each page that it has, all heads. */
+ * Cost: one block per sequence reads the lengths of the preceding sequences and writes 8 bytes per page (of all
+ * heads). */
 #include "device.cuh"
 #include "engine/progress.h"
 
 typedef struct kvc_varlen_call {
     kvc_varlen_args v;
     kvc_call call;
-    int64_t *table, *rows, *seals; /* the call's */
-    int64_t ring, seals_each;      /* residual pages of a sequence, and those that a call may seal */
+    int64_t *table, *rows, *seals; /* of the call */
+    int64_t ring, seals_each;      /* residual pages per sequence; maximum number that a call seals */
     int64_t page_bytes, residual_bytes;
     bool in_place;
     int pass, passes;
 } kvc_varlen_call;
 
-/* What this pass does for a sequence. */
+/* What the current pass does for a sequence. */
 typedef struct kvc_part {
     kvc_segment of;
     kvc_progress from, to;
-    int64_t hidden; /* columns that nothing in the part can see, nor writes */
+    int64_t hidden; /* leading columns that the part neither sees nor writes */
     uint32_t items[3];
 } kvc_part;
 enum { KVC_ATTENDS, KVC_WRITES, KVC_OWNS, KVC_COUNTS };
 
-/* How far sequence b is, and where the call leads it; false: what it says of itself cannot be. */
+/* The progress of sequence b and the target of the call; false if its lengths are inconsistent. */
 KVC_DEVICE bool kvc_sequence_of(const kvc_varlen_call *c, int64_t b, kvc_progress *at, kvc_leads *to)
 {
     const kvc_varlen_args *v = &c->v;
@@ -44,7 +45,7 @@ KVC_DEVICE bool kvc_sequence_of(const kvc_varlen_call *c, int64_t b, kvc_progres
                            end - last <= c->ring * P && before - sealed <= c->ring * P);
 }
 
-/* A sequence of one part is done in the last pass. */
+/* A sequence with a single part is processed in the last pass. */
 KVC_DEVICE kvc_part kvc_part_of(const kvc_varlen_call *c, int64_t b, uint32_t *flags)
 {
     const kvc_varlen_args *v = &c->v;
@@ -84,7 +85,7 @@ KVC_DEVICE kvc_part kvc_part_of(const kvc_varlen_call *c, int64_t b, uint32_t *f
     return part;
 }
 
-/* Page i of sequence b, in its blocks or its residual pages, as an entry. */
+/* The entry of page i of sequence b, in its cache or residual blocks. */
 KVC_DEVICE int64_t kvc_block_entry(const kvc_varlen_call *c, bool residual, int64_t b, int64_t i)
 {
     const kvc_blocks *of = residual ? &c->v.residual : &c->v.cache;
@@ -98,7 +99,7 @@ KVC_DEVICE int64_t kvc_block_entry(const kvc_varlen_call *c, bool residual, int6
     return kvc_entry(of->data - c->call.a.store.arena + block * of->stride + in, of->key, of->value);
 }
 
-/* The sequence's entries and seals, by all threads. */
+/* Writes the sequence's entries and seals, with all threads. */
 KVC_DEVICE void kvc_put_entries(const kvc_varlen_call *c, int64_t b, const kvc_part *part)
 {
     int64_t P = c->v.page_size, used = (part->to.stored + P - 1) / P, first = part->from.sealed / P;
@@ -140,7 +141,7 @@ KVC_KERNEL(kvc_varlen_kernel, kvc_varlen_call, KVC_VARLEN_THREADS, 4)
     kvc_barrier();
     kvc_part part = kvc_part_of(&a, b, kvc_thread() ? NULL : a.call.flags);
     part.of.own_page = (int32_t)before[KVC_OWNS];
-    if (before[KVC_OWNS] + part.items[KVC_OWNS] > l->own_most) { /* numbers that do not ascend */
+    if (before[KVC_OWNS] + part.items[KVC_OWNS] > l->own_most) { /* lengths that do not ascend */
         kvc_part none = {};
         part = none;
         kvc_flag(a.call.flags, KVC_FLAG_ROWS);
@@ -194,7 +195,7 @@ static int64_t varlen_plan(const kvc_varlen_args *v, const kvc_cuda *on, kvc_var
     c->table = (int64_t *)(uintptr_t)c->call.a.store.table;
     c->rows = (int64_t *)(uintptr_t)c->call.a.store.rows;
     c->seals = (int64_t *)(uintptr_t)c->call.a.seals;
-    c->passes = c->in_place || v->stored || longest == 1 ? 1 : 2; /* a token by itself is one part */
+    c->passes = c->in_place || v->stored || longest == 1 ? 1 : 2; /* a single token is one part */
     if (c->seals_each && (v->sealed_lens || v->draft_lens) && longest == 1) c->passes = 2;
     return used;
 }
@@ -214,8 +215,8 @@ extern "C" int kvc_cuda_attend_varlen(const kvc_varlen_args *args, const kvc_cud
     if ((uintptr_t)args->cache.data % 64 || (uintptr_t)args->residual.data % 64 || (uintptr_t)on->workspace % 256)
         return KVC_CUDA_ALIGNMENT;
     varlen_plan(args, on, &c);
-    int64_t seals =
-        args->sealed_lens || args->draft_lens ? c.call.a.n_seals : 0; /* else all are of pages that rows fill */
+    /* without these, all seals are of pages that rows fill */
+    int64_t seals = args->sealed_lens || args->draft_lens ? c.call.a.n_seals : 0;
     int status = 0;
     for (c.pass = 0; c.pass < c.passes && !status; c.pass++) {
         status = KVC_LAUNCH(kvc_varlen_kernel, &c, args->batch, 1, 1, KVC_VARLEN_THREADS, 4 * KVC_COUNTS, on->stream);

@@ -1,4 +1,4 @@
-/* wide.cu - the kernels over rows once more, for heads of up to KVC_MAX_DIM dims, under names of their own. */
+/* wide.cu - the kernels over rows, instantiated again for heads of up to KVC_MAX_DIM dims, under names of their own. */
 #define KVC_ROW_DIM KVC_MAX_DIM
 
 #define kvc_list_kernel kvc_list_wide

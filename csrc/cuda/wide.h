@@ -1,5 +1,5 @@
-/* wide.h - what launchers call for heads of more than KVC_CUDA_DIM dims: the same functions, of kernels whose rows are as wide as
- * KVC_MAX_DIM (wide.cu), and attention of its own (attend_wide.cu), which takes latents of any width, too. */
+/* wide.h - entry points for heads of more than KVC_CUDA_DIM dims: the same functions with kernels for rows of up to
+ * KVC_MAX_DIM (wide.cu), and separate attention kernels (attend_wide.cu), which also support latents of any width. */
 #ifndef KVC_WIDE_H
 #define KVC_WIDE_H
 
@@ -10,7 +10,7 @@ static inline bool kvc_is_wide(const kvc_attend_args *a) { return a->latent || k
 /* Dims of the output. */
 KVC_INLINE int64_t kvc_sum_dim(const kvc_attend_args *a) { return a->latent ? a->store.key_dim : a->store.value_dim; }
 
-#define KVC_WIDE_ROWS 8 /* query rows of a block */
+#define KVC_WIDE_ROWS 8 /* query rows per block */
 
 extern "C" {
 int kvc_attend_wide_launch(const kvc_call *call, bool attends, void *stream);
