@@ -83,7 +83,7 @@ def test_inspect_latents_against_plain_sums(tmp_path):
         assert found.channels[kind].shape == (2, 1, x.shape[1])
     weights = out.attentions[1][0, :, -20:].double().mean(1)
     assert found.layers[1]["first_attention"] == pytest.approx(weights[:, 0].mean().item(), rel=1e-4)
-    assert found.latent and found.to_dict()["latent"] and "latent outliers" in found.table()
+    assert found.latent and found.to_dict()["latent"] and "latent outlier ratio" in found.table()
     found.plot(tmp_path / "i.png")
     assert (tmp_path / "i.png").read_bytes().startswith(b"\x89PNG")
 
@@ -97,7 +97,7 @@ def test_keys_that_hold_ninety_percent():
 
 def test_inspection_prints_and_draws(tmp_path):
     found = kvcompress.inspect(models.model("qwen2"), models.ids(1, 100)[0], queries=10)
-    assert len(found.table().splitlines()) == 3 and "100 tokens" in str(found)
+    assert len(found.table().splitlines()) == 3 and "100 tokens" in str(found) and "outlier ratio: " in str(found)
     found.plot(tmp_path / "i.png")
     assert (tmp_path / "i.png").read_bytes().startswith(b"\x89PNG")
     assert found.to_dict()["heads"] and found.channels["k"].shape == (2, 2, 32)

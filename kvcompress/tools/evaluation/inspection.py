@@ -19,6 +19,14 @@ from ...hf.modules import attention_modules
 from . import data
 from .report import grid
 
+LEGEND = (
+    "Values of K and V are those of the worst KV head of the layer.\n"
+    "  keys for 90% of attention: fraction of the keys that receive 90% of the attention\n"
+    "  overlap with next layer: Jaccard index of these keys and those of the next layer\n"
+    "  outlier ratio: absmax of the largest channel / median over channels\n"
+    "  offset: norm of the mean row / RMS distance of rows from it"
+)
+
 
 @dataclass
 class Inspection:
@@ -29,8 +37,9 @@ class Inspection:
             norm: mean L2 norm of a row; outliers: absmax of the largest channel / median over channels; offset: norm of
             the mean row / RMS distance of rows from it, an error that centring removes and rotation does not.
         layers: a dict for each layer. first_attention: attention to the first token, mean over heads and queries;
-            first_attention_max: maximum over heads; keys90: share of keys with 90% of the attention, mean over heads;
-            overlap: Jaccard index of these keys and those of the next layer, by the mean over heads (not in the last).
+            first_attention_max: maximum over heads; keys90: fraction of the keys that receive 90% of the
+            attention, mean over heads; overlap: Jaccard index of these keys and those of the next layer, by the mean
+            attention over heads (not in the last layer).
         channels: {kind: float32 [L, H, D]}, absmax of each channel.
         queries, tokens: numbers of queries and tokens measured.
         latent: whether the model has latent attention (MLA), with one head: "k" is the latent, "v" the rotary part of
@@ -48,8 +57,9 @@ class Inspection:
     def table(self) -> str:
         """A text table with one line per layer, for its worst head."""
         k, v = ("latent", "rotary") if self.latent else ("K", "V")
-        head = ["layer", "first-token attention (max)", "keys with 90%", "overlap", f"|{k}|max", f"{k} outliers",
-                f"{k} offset", "pre-RoPE outliers", "pre-RoPE offset", f"|{v}|max", f"{v} outliers"]  # fmt: skip
+        head = ["layer", "first-token attention (max)", "keys for 90% of attention", "overlap with next layer",
+                f"{k} absmax", f"{k} outlier ratio", f"{k} offset", "pre-RoPE outlier ratio", "pre-RoPE offset",
+                f"{v} absmax", f"{v} outlier ratio"]  # fmt: skip
         lines = []
         for row in self.layers:
             worst = {}
@@ -66,7 +76,8 @@ class Inspection:
         return grid(head, lines)
 
     def __str__(self) -> str:
-        return f"{self.model}: {self.tokens} tokens, attention of the last {self.queries}\n{self.table()}"
+        head = f"{self.model}: {self.tokens} tokens, attention of the last {self.queries} queries"
+        return f"{head}\n{self.table()}\n{LEGEND}"
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serializable dict, without `channels`."""
@@ -94,7 +105,7 @@ class Inspection:
             figure.colorbar(image, ax=axis)
         at = [row["layer"] for row in self.layers]
         axes[-1].plot(at, [row["first_attention"] for row in self.layers], "o-", label="attention on the first token")
-        axes[-1].plot(at, [row["keys90"] for row in self.layers], "s-", label="share of keys with 90%")
+        axes[-1].plot(at, [row["keys90"] for row in self.layers], "s-", label="keys for 90% of attention")
         overlap = [row.get("overlap", np.nan) for row in self.layers]
         axes[-1].plot(at, overlap, "^-", label="overlap with the next layer")
         axes[-1].set(ylim=(0, 1), xlabel="layer", title="attention")
@@ -124,7 +135,7 @@ def _rows_of(layer: int, kind: str, x: torch.Tensor) -> list[dict[str, Any]]:
 
 
 def _heavy(weights: torch.Tensor) -> torch.Tensor:
-    """The smallest set of keys with 90% of the weights [..., n]: bool [..., n]."""
+    """The smallest set of keys that have 90% of the weights [..., n]: bool [..., n]."""
     ordered, index = weights.sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
     chosen = before < 0.9 * ordered.sum(-1, keepdim=True)
