@@ -47,13 +47,13 @@ kvc_status kvc_smooth(const kvc_tokens *lines, const float *x, const int64_t *ne
 
 /* kvc_choose with protected tokens: the first `sinks` positions, those from newest[b] on, and `protect` (or NULL; shape of
  * keep). scores: [batch, score_heads, width]; with heads 1 their mean is used. budget: [batch, heads]. */
-typedef struct kvc_wish {
+typedef struct kvc_keep_args {
     int64_t score_heads, sinks;
     const float *scores;
     const uint8_t *protect;
     const int64_t *budget, *newest;
-} kvc_wish;
-kvc_status kvc_keep_tokens(const kvc_tokens *lines, const kvc_wish *wish, uint8_t *keep);
+} kvc_keep_args;
+kvc_status kvc_keep_tokens(const kvc_tokens *lines, const kvc_keep_args *args, uint8_t *keep);
 
 #ifdef __cplusplus
 }

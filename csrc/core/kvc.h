@@ -212,8 +212,8 @@ const kvc_move *kvc_table_moves(const kvc_table *table, int64_t *n, int64_t *hea
 bool kvc_table_evicts(const kvc_table *table);
 /* Enables scores of stored tokens (all 0), or removes them. */
 kvc_status kvc_table_keep_scores(kvc_table *table, bool on);
-/* scores = scores * fade + mass, [B, H, width], by index; width at most that of the scores. */
-kvc_status kvc_table_observe(kvc_table *table, const float *mass, int64_t width, float fade);
+/* scores = scores * decay + received (attention of a call), [B, H, width], by index; width at most that of the scores. */
+kvc_status kvc_table_observe(kvc_table *table, const float *received, int64_t width, float decay);
 /* Number of live stored tokens of each sequence, summed over heads: live [B]. */
 void kvc_table_live(const kvc_table *table, int64_t *live);
 /* Number of stored tokens of the longest line, dead ones included. */

@@ -14,7 +14,7 @@ typedef struct kvc_move_call {
 } kvc_move_call;
 
 /* Whether a token of this side can be copied between the pages without re-encoding. */
-KVC_DEVICE bool kvc_as_it_is(int64_t from, int64_t to, int key)
+KVC_DEVICE bool kvc_keeps_codes(int64_t from, int64_t to, int key)
 {
     int f = key ? kvc_entry_key(from) : kvc_entry_value(from), g = key ? kvc_entry_key(to) : kvc_entry_value(to);
     return f == g && (!key || kvc_format_traits(f).keys == KVC_KEYS_TOKEN);
@@ -31,7 +31,7 @@ KVC_DEVICE bool kvc_move_sides(const kvc_move_call *call, const kvc_move *m, int
     bool same = (m->from & 0xffff) == (m->to & 0xffff);
     if (fits && !same) {
         int f = key ? kvc_entry_key(m->to) : kvc_entry_value(m->to);
-        fits = m->from_token >= 0 && (kvc_as_it_is(m->from, m->to, key) || !kvc_format_is_raw(f));
+        fits = m->from_token >= 0 && (kvc_keeps_codes(m->from, m->to, key) || !kvc_format_is_raw(f));
     }
     kvc_page a = {NULL, 0, 0, 0}, b = a;
     if (fits) {
@@ -56,7 +56,7 @@ KVC_KERNEL(kvc_anew_kernel, kvc_move_call, KVC_WRITE_THREADS, 2)
     int key = (int)kvc_block_y();
     const kvc_move *m = &a.moves[begin];
     kvc_side from, to;
-    if (m->from_token < 0 || kvc_as_it_is(m->from, m->to, key)) return;
+    if (m->from_token < 0 || kvc_keeps_codes(m->from, m->to, key)) return;
     if (begin && m[-1].to == m->to && m[-1].line == m->line && m[-1].from_token >= 0) return;
     while (end < a.n && a.moves[end].to == m->to && a.moves[end].line == m->line && a.moves[end].from_token >= 0) end++;
     for (int64_t i = begin; i < end; i++)
@@ -117,7 +117,7 @@ KVC_KERNEL(kvc_move_kernel, kvc_move_call, THREADS, 2)
     for (int64_t i = begin; i < a.n && a.moves[i].line == a.moves[begin].line; i++) {
         const kvc_move *m = &a.moves[i];
         kvc_side from, to;
-        if (m->from_token >= 0 && !kvc_as_it_is(m->from, m->to, key)) continue;
+        if (m->from_token >= 0 && !kvc_keeps_codes(m->from, m->to, key)) continue;
         if (!kvc_move_sides(&a, m, h, key, &from, &to)) continue;
         if (m->from_token >= 0) {
             kvc_copy_token(&from, (int)m->from_token, &to, (int)m->to_token);

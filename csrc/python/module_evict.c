@@ -211,13 +211,13 @@ PyObject *kvc_py_keep(PyObject *module, PyObject *const *args, Py_ssize_t n)
     }
     kvc_status status = KVC_OK;
     if (out) {
-        kvc_wish wish = {.score_heads = PyArray_DIM(a[0].array, 1),
-                         .sinks = sinks,
-                         .scores = PyArray_DATA(a[0].array),
-                         .protect = a[3].array ? PyArray_DATA(a[3].array) : NULL,
-                         .budget = PyArray_DATA(a[4].array),
-                         .newest = PyArray_DATA(a[5].array)};
-        status = kvc_keep_tokens(&tokens, &wish, PyArray_DATA((PyArrayObject *)out));
+        kvc_keep_args rule = {.score_heads = PyArray_DIM(a[0].array, 1),
+                              .sinks = sinks,
+                              .scores = PyArray_DATA(a[0].array),
+                              .protect = a[3].array ? PyArray_DATA(a[3].array) : NULL,
+                              .budget = PyArray_DATA(a[4].array),
+                              .newest = PyArray_DATA(a[5].array)};
+        status = kvc_keep_tokens(&tokens, &rule, PyArray_DATA((PyArrayObject *)out));
     }
     give_all(a, 6);
     if (status == KVC_OK) return out;
@@ -229,18 +229,18 @@ PyObject *kvc_py_observe(kvc_py_table *self, PyObject *const *args, Py_ssize_t n
 {
     if (n != 2)
         return PyErr_Format(PyExc_TypeError, "observe: expected observe(attention, decay), got %zd arguments", n);
-    double fade = PyFloat_AsDouble(args[1]);
-    if (fade == -1 && PyErr_Occurred()) return NULL;
-    PyArrayObject *mass = kvc_py_array(args[0], "observe: attention", NPY_FLOAT32, 3);
-    if (!mass) return NULL;
-    if (kvc_py_apart(mass, "observe: attention", self->table->pool, self->table) < 0) {
-        Py_DECREF(mass);
+    double decay = PyFloat_AsDouble(args[1]);
+    if (decay == -1 && PyErr_Occurred()) return NULL;
+    PyArrayObject *received = kvc_py_array(args[0], "observe: attention", NPY_FLOAT32, 3);
+    if (!received) return NULL;
+    if (kvc_py_apart(received, "observe: attention", self->table->pool, self->table) < 0) {
+        Py_DECREF(received);
         return NULL;
     }
-    bool fits = PyArray_DIM(mass, 0) == self->table->batch && PyArray_DIM(mass, 1) == self->table->spec.heads;
+    bool fits = PyArray_DIM(received, 0) == self->table->batch && PyArray_DIM(received, 1) == self->table->spec.heads;
     kvc_status status = KVC_OK;
-    if (fits) status = kvc_table_observe(self->table, PyArray_DATA(mass), PyArray_DIM(mass, 2), (float)fade);
-    Py_DECREF(mass);
+    if (fits) status = kvc_table_observe(self->table, PyArray_DATA(received), PyArray_DIM(received, 2), (float)decay);
+    Py_DECREF(received);
     if (!fits)
         return PyErr_Format(PyExc_ValueError, "observe: attention: expected [%lld, %lld, N], got another shape",
                             (long long)self->table->batch, (long long)self->table->spec.heads);

@@ -46,7 +46,7 @@ class AccumulatedAttention:
 
     def _forget(self) -> None:
         self.queries: list[Tensor] = []  # [B, Hq, n, Dk] each: together at least the last `window`
-        self.behind = 0  # number of queries after those of the first tensor
+        self.queries_after_first = 0  # number of queries in all but the first tensor
         self.window: Tensor | None = None  # [B, H, N] by index: from all queries from slot `window_start` on
         self.window_start = self.end = 0  # end: number of slots after the last call
 
@@ -75,7 +75,7 @@ class AccumulatedAttention:
         if w or self.policy.needs_attention:
             self.pending = q[:, :, T - w :].clone() if w and max(w, DRAFT) < T else q, received, T, attention
 
-    def take_up(self, attention_of: Callable[..., Tensor]) -> None:
+    def process_pending(self, attention_of: Callable[..., Tensor]) -> None:
         """Accepts the pending call. attention_of: `accumulated_attention` of this layer."""
         if self.pending is None:
             return
@@ -89,11 +89,11 @@ class AccumulatedAttention:
             self.add(received[:, :, : self.store.table.longest].contiguous(), self.policy.decay_of(T))
         if self.policy.window:
             if self.queries:
-                self.behind += q.shape[2]
+                self.queries_after_first += q.shape[2]
             self.queries.append(q)
-            while self.behind >= self.policy.window:
+            while self.queries_after_first >= self.policy.window:
                 del self.queries[0]
-                self.behind -= self.queries[0].shape[2]
+                self.queries_after_first -= self.queries[0].shape[2]
             if T == 1 and received.shape[2]:
                 if self.window is None:
                     self.window, self.window_start = received, self.store.seen - 1
@@ -141,7 +141,7 @@ class AccumulatedAttention:
         elif self.queries:
             q = torch.cat(self.queries, 2)
             q = q[:, :, : max(0, q.shape[2] - max(0, taken - seen))]
-            self.queries, self.behind, self.end = [q] if q.shape[2] else [], 0, seen
+            self.queries, self.queries_after_first, self.end = [q] if q.shape[2] else [], 0, seen
 
     def on_selected(self, index: Tensor) -> None:
         """Row i is now the old row index[i]."""

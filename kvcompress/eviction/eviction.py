@@ -105,7 +105,7 @@ class Eviction:
 
     def on_appended(self, T: int, own: Tensor | None) -> None:
         """T slots were appended; own: bool [B, T], False at padding."""
-        self.accumulated.take_up(self.attention_of)
+        self.accumulated.process_pending(self.attention_of)
         if own is not None:
             self.pads.append(self.store.seen - T, own)
         self.room, self.last = self.room - T, T
@@ -123,7 +123,7 @@ class Eviction:
             self.evicted.on_attended(q, lse, **attention)
         self.accumulated.on_attended(q, received, attention)
         if not self.deferred:
-            self.accumulated.take_up(self.attention_of)
+            self.accumulated.process_pending(self.attention_of)
 
     def observe(self, weights: Tensor) -> None:
         """See PagedKV.observe."""
@@ -251,7 +251,7 @@ class Eviction:
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(JSON-serializable dict, tensors): the state outside of the table."""
         seen = self.accumulated
-        seen.take_up(self.attention_of)
+        seen.process_pending(self.attention_of)
         plain: dict[str, Any] = {"pads": self.pads.runs, "count": self.count, "attention": seen.attention}
         tensors = {"queries": torch.cat(seen.queries, 2).cpu()} if seen.queries else {}
         if self.evicted:
@@ -308,7 +308,7 @@ class Eviction:
 
     def evict_over_budget(self) -> None:
         """Evicts from all rows that exceed their budget by the policy's slack."""
-        self.accumulated.take_up(self.attention_of)
+        self.accumulated.process_pending(self.attention_of)
         over = self.rows_over_budget()
         if over is None:
             return

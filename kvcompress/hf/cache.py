@@ -270,14 +270,14 @@ class KVCache(MovableCache, DisplayMixin):
     def reset(self) -> None:
         """Removes all tokens; the next call may have another batch size."""
         coming, linear = self.forward_pass, [x for x in self.layers if isinstance(x, LinearAttentionCacheLayerMixin)]
-        coming.suspended, coming.spoilt = None, bool(linear)  # until all are reset
+        coming.suspended, coming.states_lost = None, bool(linear)  # until all are reset
         with coming.changing():
             super().reset()
         if coming.prefetcher:
             coming.prefetcher.release()
         for layer in linear:
             native_layers.forget_states(layer)
-        coming.spoilt, coming.states_at = False, -1
+        coming.states_lost, coming.states_at = False, -1
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Row i of the new batch is row indices[i] of the old one. indices: int64 [rows] or bool [B]."""

@@ -83,7 +83,7 @@ class ForwardPass:
         self.lazy_pairs: dict[tuple, list[Any]] = {}  # LazyKV created for later layers of this pass, by shape
         self.held: list[_C.Held] = []  # raw pages that this forward pass sealed
         self.complete = False  # all paged layers have stored their tokens of this forward pass
-        self.spoilt = False  # states of linear-attention layers contain a failed call
+        self.states_lost = False  # states of linear-attention layers contain a failed call
         self.states_at = -1  # last linear-attention layer that the model has reached
         self.prefetcher: Prefetcher | None = None  # if the cache uses tiers
         # While the cache is suspended: its pages, or (path, digest) of the file; slots of each layer. See `suspend`.
@@ -101,7 +101,7 @@ class ForwardPass:
     def clone(self, cache: LayeredCache) -> ForwardPass:
         """A copy for a copy of the cache."""
         twin = ForwardPass(cache, self.config, self.pools, self.last_paged)
-        twin.at, twin.spoilt, twin.length, twin.strict = self.at, self.spoilt, self.length, self.strict
+        twin.at, twin.states_lost, twin.length, twin.strict = self.at, self.states_lost, self.length, self.strict
         twin.complete, twin.states_at = self.complete, self.states_at
         twin.fits, twin.calibration, twin.checked_weights = self.fits, self.calibration, set(self.checked_weights)
         return twin
@@ -197,7 +197,7 @@ class ForwardPass:
     def ready(self) -> None:
         """Raises ValueError if the cache cannot take another call."""
         self.check_there()
-        if self.spoilt:
+        if self.states_lost:
             raise ValueError(
                 "KVCache: expected linear-attention layers as before the call that failed, got states of that call, "
                 "which cannot be restored; reset() the cache, or use a copy made before"
@@ -207,14 +207,14 @@ class ForwardPass:
         """The model reaches the states of layer `index`, which it writes to. Raises ValueError if the pass before was
         interrupted between a linear-attention layer and the last paged one."""
         if index < self.states_at:  # a new pass
-            self.spoilt |= not self.complete
+            self.states_lost |= not self.complete
             self.complete = False
         self.ready()
         self.states_at = index
 
     def begin(self, index: int, layer: Any) -> None:
         """An update of layer `index` is about to happen."""
-        if self.suspended is not None or self.spoilt:  # saves a Python call for each layer and step
+        if self.suspended is not None or self.states_lost:  # saves a Python call for each layer and step
             self.ready()
         if index == self.at < self.last_paged:
             self._check_twice(index, layer)
@@ -229,7 +229,7 @@ class ForwardPass:
         elif index < self.last_paged and isinstance(layer, DynamicLayer):
             self.before[index] = dict(layer.__dict__)
 
-    def look(self, store: PagedKV, k: torch.Tensor) -> bool:
+    def check_format(self, store: PagedKV, k: torch.Tensor) -> bool:
         """Checks k (without padding) against the formats of `store`: if they do not suit it, warns after the pass, or
         raises ValueError if strict. Returns False if k is too short to tell."""
         if k.shape[2] < 16 or not bool(k.isfinite().all()):  # NaN and Inf raise when k is stored
@@ -315,7 +315,7 @@ class ForwardPass:
                 layer.staged = None
                 layer.forget(seen)
             if isinstance(layer, LinearAttentionCacheLayerMixin) and seen:
-                self.spoilt = True  # models write states in place: restoring them would take a copy at every step
+                self.states_lost = True  # models write states in place: restoring them would take a copy at every step
             elif isinstance(layer, LinearAttentionCacheLayerMixin):
                 forget_states(layer)
         self._forget()

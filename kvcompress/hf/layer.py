@@ -74,7 +74,7 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
         self.staged: Block | None
         self.stamp = 0  # counts changes of the stored tokens
         self.recording = False  # drafts are expected: a crop may remove a part of any short call
-        self.looked = False  # whether K was checked against its format
+        self.format_checked = False  # whether K was checked against its format
         self.is_initialized = False
 
     # ------------------------------------------------------------------ appending
@@ -112,7 +112,7 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
     def before_append(self, base: int, k: torch.Tensor, own: torch.Tensor | None = None) -> None:
         """Called before k is appended at slot `base`; own: its tokens that are not padding. Checks whether K suits its
         format in the first long call, or else before the first seal."""
-        if self.looked:
+        if self.format_checked:
             return
         pages, T = self.store.page_store, k.shape[2]
         enough = min(format_check.LEAST, 2 * pages.page_size)  # shorter calls seal none of their own tokens
@@ -124,7 +124,7 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
             if own is not None:  # the row with the most tokens
                 b = int(own.sum(1).argmax())
                 k = k[b : b + 1, :, own[b]]
-            self.looked = self.forward_pass.look(self.store, k)
+            self.format_checked = self.forward_pass.check_format(self.store, k)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -262,7 +262,7 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
             if not fits:
                 return None
         self.staged = None
-        if not self.looked:
+        if not self.format_checked:
             self.before_append(block.base, block.k, own)
         out, _ = self.store.attend_checked(query, block.k, block.v, own, **options)
         self._committed(block)
@@ -376,7 +376,7 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
         twin = self._twin(forward_pass)
         twin.recording = self.recording
         if self.is_initialized:
-            twin.store, twin.is_initialized, twin.looked = self.store.clone(), True, self.looked
+            twin.store, twin.is_initialized, twin.format_checked = self.store.clone(), True, self.format_checked
             twin.store.held = forward_pass.held
             twin.moved()
         return twin

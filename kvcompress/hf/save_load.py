@@ -329,7 +329,7 @@ class Reader:
         state = {name.split(".", 1)[1]: x for name, x in self.parts.items() if name.startswith(f"{index}.")}
         with self._reading(f"a damaged layer {index}"):
             layer.store.restore_state(about["eviction"], state)
-        layer.looked = True
+        layer.format_checked = True
         layer.changed()
 
     def fill_other(self, index: int, layer: Any) -> None:

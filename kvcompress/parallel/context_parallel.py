@@ -22,7 +22,7 @@ from .. import ops
 from ..eviction import tokens
 from ..eviction.eviction import Eviction
 from ..layer import PagedKV
-from ..merge_states import finished, safe_top, weighed
+from ..merge_states import normalized, safe_top, weighted_part
 from ..policies import Policy, StoredTokens
 from ..store.padding import Pads
 from ..store.serialize import LOST
@@ -98,9 +98,9 @@ class Ranks:
     def _joined(self, out: Tensor, lse: Tensor, s_aux: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """out [B, T, Hq, Dv] and lse [B, Hq, T] merged over ranks, equal on all of them."""
         safe = safe_top(self.agree(lse)).transpose(1, 2)
-        both = weighed(out, lse.transpose(1, 2), safe)
+        both = weighted_part(out, lse.transpose(1, 2), safe)
         dist.all_reduce(both, dist.ReduceOp.SUM, self.group)
-        out, lse = finished(both, safe, dtype, s_aux)
+        out, lse = normalized(both, safe, dtype, s_aux)
         return out, lse.transpose(1, 2).contiguous()
 
     def gathered(self, x: Tensor, fill: Any) -> tuple[Tensor, slice]:

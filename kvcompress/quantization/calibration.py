@@ -52,20 +52,20 @@ def mapped(x: Tensor, by: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _hadamard(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The orthonormal Hadamard matrix of n dims, a power of two, in the order of the core's rotation."""
-    turn = torch.ones(1, 1, dtype=dtype)
-    while len(turn) < n:
-        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
-    return turn / len(turn) ** 0.5
+    matrix = torch.ones(1, 1, dtype=dtype)
+    while len(matrix) < n:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / len(matrix) ** 0.5
 
 
 def feedback(costs: Tensor, dim: int) -> Tensor:
     """The error feedback by which rotated formats choose codes (`kvc_attend_feedback` in csrc/core/kvc.h), fp32 [H, dim
     + 1, dim]: the factorization L D L^T of the metric diag(costs), costs [H, D], rotated like rows of `dim` dims.
     Damped, since dims of almost no cost would otherwise receive errors beyond the range of codes."""
-    turn = torch.block_diag(*[_hadamard(dim & -dim, torch.float64)] * (dim // (dim & -dim)))
+    rotation = torch.block_diag(*[_hadamard(dim & -dim, torch.float64)] * (dim // (dim & -dim)))
     metric = pad(costs.double().cpu(), (0, dim - costs.shape[1]))
     metric = metric / metric.mean(1, keepdim=True) + _DAMPING
-    lower = torch.linalg.cholesky(turn.mT * metric[:, None] @ turn)
+    lower = torch.linalg.cholesky(rotation.mT * metric[:, None] @ rotation)
     diagonal = lower.diagonal(dim1=1, dim2=2)
     weights = (lower / diagonal[:, None]).mT.triu(1)
     return torch.cat([weights, diagonal.square()[:, None]], 1).float().contiguous()
@@ -125,10 +125,10 @@ class Calibration:
                 parts[2 * side + 1] = found[2 * side + 1] * more[:, :, None]
                 parts[4 + side] = deviation ** (2 * _SHARE)
             else:
-                turn, blocks = _turns(deviation.shape[1])
+                mixing, blocks = _mixing_matrix(deviation.shape[1])
                 root = (deviation @ (blocks / blocks.sum(0)) @ blocks.T).sqrt()
-                parts[2 * side] = found[2 * side] @ turn / root[:, None]
-                parts[2 * side + 1] = turn.T @ found[2 * side + 1] * root[:, :, None]
+                parts[2 * side] = found[2 * side] @ mixing / root[:, None]
+                parts[2 * side + 1] = mixing.T @ found[2 * side + 1] * root[:, :, None]
         return Basis(*parts)
 
     def __deepcopy__(self, memo: Any) -> Calibration:
@@ -190,7 +190,7 @@ class Calibration:
         return cls(layers, model, weights, path, by)  # type: ignore[arg-type]
 
 
-def _turns(D: int) -> tuple[Tensor, Tensor]:
+def _mixing_matrix(D: int) -> tuple[Tensor, Tensor]:
     """An orthonormal [D, D] that mixes dims of equal width: Hadamard transforms of the largest power of two in the
     first quarter of D, the next half, and the last quarter; and the block of each dim, [D, blocks]."""
     blocks = []

@@ -224,7 +224,7 @@ class PrefixCache(
                 lengths = np.zeros((len(found), 1, 2), np.int64)
                 lengths[:, :, 0] = tokens
                 layer.store.take_over(entries, lengths, None, None, tokens)
-                layer.looked = True  # the cache that stored these pages has checked their format
+                layer.format_checked = True  # the cache that stored these pages has checked their format
                 layer.changed()
                 found[:, index * head : (index + 1) * head] = found[:, entries_first + index :: entries_later] = -1
         except BaseException:

@@ -33,9 +33,9 @@ typedef struct step {
 
 void play_open(play *p, kvc_pool *pool, const kvc_spec *spec, int64_t batch, int64_t group, int64_t capacity);
 void play_step(play *p, const step *how);
-/* The table keeps scores from now on: a step's mass is added to theirs, which fade. */
+/* Enables scores in the table; play_observe adds the attention of a step to them, after a decay. */
 void play_keep_scores(play *p);
-void play_observe(play *p, const float *mass, int64_t width);
+void play_observe(play *p, const float *received, int64_t width);
 /* Each token stays with `chance` of 8; each head for itself if `ragged`. to: formats that closed pages get (key << 8 |
  * value) or -1. */
 void play_evict(play *p, int64_t chance, bool ragged, int32_t to);

@@ -7,20 +7,20 @@ void play_keep_scores(play *p)
     p->score = play_room(p->batch * p->spec.heads * p->capacity, sizeof *p->score);
 }
 
-void play_observe(play *p, const float *mass, int64_t width)
+void play_observe(play *p, const float *received, int64_t width)
 {
     const kvc_table *t = p->t;
     int64_t longest = kvc_table_longest(t), H = p->spec.heads;
-    float fade = .75f, *narrow = play_room(p->batch * H * longest, sizeof *narrow);
+    float decay = .75f, *narrow = play_room(p->batch * H * longest, sizeof *narrow);
     for (int64_t bh = 0; bh < p->batch * H; bh++) {
         int64_t line = play_line(t, bh / H, bh % H);
-        memcpy(narrow + bh * longest, mass + bh * width, (size_t)longest * sizeof *narrow);
+        memcpy(narrow + bh * longest, received + bh * width, (size_t)longest * sizeof *narrow);
         for (int64_t i = 0; i < t->rows[2 * line]; i++) {
             float *score = p->score + bh * p->capacity + play_slot(t, line, i);
-            if (play_slot(t, line, i) >= 0) *score = *score * fade + narrow[bh * longest + i];
+            if (play_slot(t, line, i) >= 0) *score = *score * decay + narrow[bh * longest + i];
         }
     }
-    OK(kvc_table_observe(p->t, narrow, longest, fade));
+    OK(kvc_table_observe(p->t, narrow, longest, decay));
     free(narrow);
 }
 

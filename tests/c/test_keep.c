@@ -137,11 +137,11 @@ static void test_kept(int64_t heads, int64_t line_heads, int64_t sinks, bool pro
         scores[i] = (float)random_below(heads == 1 ? 3000 : 9), protect[i] = !random_below(20);
     for (int64_t r = 0; r < B * heads; r++) budget[r] = r == 1 ? 0 : r == 2 ? 2 * N : 30 + r;
     kvc_tokens lines = {B, heads, line_heads, N, s.slots, s.positions};
-    kvc_wish wish = {H, sinks, scores, protects ? protect : NULL, budget, s.newest};
+    kvc_keep_args args = {H, sinks, scores, protects ? protect : NULL, budget, s.newest};
     kvc_alloc_fail_at(1);
-    FAILS(KVC_E_MEMORY, "out of memory", kvc_keep_tokens(&lines, &wish, keep));
+    FAILS(KVC_E_MEMORY, "out of memory", kvc_keep_tokens(&lines, &args, keep));
     kvc_alloc_fail_at(0);
-    OK(kvc_keep_tokens(&lines, &wish, keep));
+    OK(kvc_keep_tokens(&lines, &args, keep));
     for (int64_t r = 0; r < B * heads; r++) {
         int64_t b = r / heads, line = (line_heads == 1 ? b : r) * N;
         double score[N];
@@ -165,8 +165,8 @@ static void test_kept(int64_t heads, int64_t line_heads, int64_t sinks, bool pro
         }
     }
     s.slots[0] = 0, s.positions[0] = sinks, s.newest[0] = 10 * N, scores[0] = NAN;
-    wish.protect = NULL;
-    FAILS(KVC_E_VALUE, "NaN", kvc_keep_tokens(&lines, &wish, keep));
+    args.protect = NULL;
+    FAILS(KVC_E_VALUE, "NaN", kvc_keep_tokens(&lines, &args, keep));
 }
 
 void test_keep(void)

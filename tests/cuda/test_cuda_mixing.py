@@ -67,7 +67,7 @@ def test_a_first_long_call_is_looked_at_there():
         cache.update(k.to(FAR), k.to(FAR), 0)
         layer = cache.layers[0]
         layer.commit()
-        assert layer.looked and layer.store.device == FAR
+        assert layer.format_checked and layer.store.device == FAR
 
 
 def test_what_kernels_find_is_raised_where_the_host_waits(tmp_path):

@@ -125,7 +125,7 @@ def test_pads_may_hold_anything():
     own[1, :30] = False
     layer.lazy_initialization(k, k)
     layer.before_append(0, k, own)
-    assert layer.looked
+    assert layer.format_checked
 
 
 @pytest.mark.parametrize("name,breaks", [

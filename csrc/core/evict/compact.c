@@ -50,7 +50,7 @@ static void write_pages(int64_t begin, int64_t end, void *context)
     for (int64_t i = begin; i < end; i++) {
         int64_t run = i / c->heads, first = c->m.starts[run];
         for (int key = 0; key < 2; key++) {
-            if (kvc_run_as_it_is(&c->m, run, key)) continue;
+            if (kvc_run_keeps_codes(&c->m, run, key)) continue;
             if (!rows && kvc_alloc(page + kvc_page_scratch(dim, KVC_MAX_PAGE), sizeof *rows, &rows) != KVC_OK) {
                 atomic_store(&c->failed, true);
                 return;
@@ -76,7 +76,7 @@ static void move_tokens(int64_t begin, int64_t end, void *context)
                 continue;
             }
             for (int key = 0; key < 2; key++) {
-                if (!kvc_move_as_it_is(m->from, m->to, key)) continue;
+                if (!kvc_move_keeps_codes(m->from, m->to, key)) continue;
                 kvc_side a = side_of(c, m->from, h, m->layout, key);
                 kvc_room b = room_of(c, m->to, h, m->layout, key);
                 kvc_copy_token(&a, m->from_token, &b, m->to_token);

@@ -18,9 +18,9 @@ void kvc_moves_by_line(kvc_moves *m);
 void kvc_moves_free(kvc_moves *m);
 
 /* True if this side of a token can be copied between the pages without re-encoding. */
-bool kvc_move_as_it_is(int64_t from, int64_t to, int key);
+bool kvc_move_keeps_codes(int64_t from, int64_t to, int key);
 /* True if no token of this side of the run's page needs re-encoding. If only some do, the page is encoded, and the
  * codes of the others are then copied over the result. */
-bool kvc_run_as_it_is(const kvc_moves *m, int64_t run, int key);
+bool kvc_run_keeps_codes(const kvc_moves *m, int64_t run, int key);
 
 #endif

@@ -7,17 +7,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-bool kvc_move_as_it_is(int64_t from, int64_t to, int key)
+bool kvc_move_keeps_codes(int64_t from, int64_t to, int key)
 {
     int a = key ? kvc_entry_key(from) : kvc_entry_value(from), b = key ? kvc_entry_key(to) : kvc_entry_value(to);
     return a == b && (!key || kvc_format_traits(a).keys == KVC_KEYS_TOKEN);
 }
 
-bool kvc_run_as_it_is(const kvc_moves *m, int64_t run, int key)
+bool kvc_run_keeps_codes(const kvc_moves *m, int64_t run, int key)
 {
     bool all = true;
     for (int64_t i = m->starts[run]; i < m->starts[run + 1]; i++)
-        all = all && (m->move[i].from_token < 0 || kvc_move_as_it_is(m->move[i].from, m->move[i].to, key));
+        all = all && (m->move[i].from_token < 0 || kvc_move_keeps_codes(m->move[i].from, m->move[i].to, key));
     return all;
 }
 
@@ -55,7 +55,7 @@ static kvc_status check_move(const kvc_store *s, const kvc_move *m)
     for (int key = 0; key < 2; key++) {
         int to = key ? kvc_entry_key(m->to) : kvc_entry_value(m->to);
         KVC_CHECK(
-            same || (!whole && (kvc_move_as_it_is(m->from, m->to, key) || !kvc_format_is_raw(to))), KVC_E_VALUE,
+            same || (!whole && (kvc_move_keeps_codes(m->from, m->to, key) || !kvc_format_is_raw(to))), KVC_E_VALUE,
             "compact: moves: expected pages of one format, or single tokens to a quantized one, got entries %lld to "
             "%lld",
             (long long)m->from, (long long)m->to);
@@ -135,7 +135,7 @@ static kvc_status check_together(const kvc_moves *m, const kvc_store *s)
         const kvc_move *x = &m->move[m->starts[r]];
         int64_t begin = kvc_entry_offset(x->to), bytes = kvc_entry_bytes(s, x->to, x->layout);
         line += r && x->line != x[-1].line;
-        t[r] = (target){begin, begin + bytes, line, !kvc_run_as_it_is(m, r, 0) || !kvc_run_as_it_is(m, r, 1)};
+        t[r] = (target){begin, begin + bytes, line, !kvc_run_keeps_codes(m, r, 0) || !kvc_run_keeps_codes(m, r, 1)};
         status = check_run(m, r);
     }
     if (status == KVC_OK && m->runs) qsort(t, (size_t)m->runs, sizeof *t, by_place);

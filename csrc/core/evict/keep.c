@@ -129,7 +129,7 @@ static void line_score(const kvc_tokens *l, const float *scores, int64_t score_h
     }
 }
 
-kvc_status kvc_keep_tokens(const kvc_tokens *l, const kvc_wish *w, uint8_t *keep)
+kvc_status kvc_keep_tokens(const kvc_tokens *l, const kvc_keep_args *w, uint8_t *keep)
 {
     int64_t lines = l->batch * l->heads, n = lines * l->width;
     float *scores;

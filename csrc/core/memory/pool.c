@@ -276,7 +276,7 @@ static void drop_slot(kvc_pool *pool, int64_t offset)
         s->hot = slot;
     }
     if (!had_room) list_add(pool, index);
-    if (s->live || keeps(pool) || !kvc_units_may_go(pool, s)) return;
+    if (s->live || keeps(pool) || !kvc_units_can_release(pool, s)) return;
     drop_slab(pool, index);
     for (int32_t i = 0; pool->space && !c->live && c->slots && i < pool->slab_capacity; i++)
         if (pool->slabs[i] && pool->slabs[i]->class_index == c - pool->classes) drop_slab(pool, i);

@@ -76,7 +76,7 @@ static inline int64_t slot_at(const kvc_pool *pool, const slab *s, int32_t slot)
 }
 
 /* True if an empty slab may be freed. While slots of the class are in use, small slabs worth one large slab are kept. */
-bool kvc_units_may_go(const kvc_pool *pool, const slab *s);
+bool kvc_units_can_release(const kvc_pool *pool, const slab *s);
 /* Units per slot, and units of the next slab of a class. */
 int64_t kvc_units_of(const kvc_pool *pool, int64_t bytes);
 int64_t kvc_units_of_slab(const kvc_pool *pool, const size_class *c);

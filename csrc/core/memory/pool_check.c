@@ -18,7 +18,7 @@ static kvc_status check_slab(const kvc_pool *pool, int32_t index, kvc_pool_stats
     bool listed = false;
     for (int32_t k = 0; k < s->slots; k++) live += s->refs[k] > 0; /* slots from bump on are unused */
     KVC_CHECK(n_hot >= 0 && n_cold >= 0, KVC_E_VALUE, "pool: slab %d: a free list holds a slot in use", index);
-    KVC_CHECK(live == s->live && (live > 0 || pool->keep || !kvc_units_may_go(pool, s)) &&
+    KVC_CHECK(live == s->live && (live > 0 || pool->keep || !kvc_units_can_release(pool, s)) &&
                   live + n_hot + n_cold == s->bump && s->bump <= s->slots,
               KVC_E_VALUE, "pool: slab %d: its counts are wrong", index);
     for (int64_t u = 0; u < s->units; u++)

@@ -97,7 +97,7 @@ kvc_status kvc_prefix_give(kvc_prefix *p, link *l, const int64_t *entries)
     p->stats.bytes += l->bytes;
     p->stats.offloaded -= l->offloaded;
     l->offloaded = false;
-    if (l->parent) l->parent->near++;
+    if (l->parent) l->parent->resident_children++;
     return KVC_OK;
 }
 
@@ -109,7 +109,7 @@ void kvc_prefix_strip(kvc_prefix *p, link *l)
     p->stats.offloaded++;
     l->bytes = 0;
     l->offloaded = true;
-    if (l->parent) l->parent->near--;
+    if (l->parent) l->parent->resident_children--;
 }
 
 void kvc_prefix_drop_link(kvc_prefix *p, link *l)
@@ -322,7 +322,8 @@ void kvc_prefix_free(kvc_prefix *p)
 
 static kvc_status check_all(kvc_prefix *p)
 {
-    int64_t links = 0, bytes = 0, pinned = 0, offloaded = 0, children = 0, near = 0, hanging = 0, listed = 0;
+    int64_t links = 0, bytes = 0, pinned = 0, offloaded = 0, children = 0, resident_children = 0, hanging = 0,
+            listed = 0;
     for (int64_t i = 0; i < p->n_buckets; i++)
         for (link *l = p->buckets[i]; l; l = l->next) listed++;
     for (link *l = p->oldest; l; l = l->newer, links++) {
@@ -330,22 +331,22 @@ static kvc_status check_all(kvc_prefix *p)
         pinned += l->pins > 0;
         offloaded += l->offloaded;
         children += l->children;
-        near += l->near;
+        resident_children += l->resident_children;
         hanging += l->parent != NULL;
         KVC_CHECK(l->newer ? l->newer->older == l : p->newest == l, KVC_E_VALUE, "prefix: its LRU list is broken");
         for (link *o = l->older; o; o = o->older)
             KVC_CHECK(o != l->parent, KVC_E_VALUE, "prefix: a link was used later than its parent");
         KVC_CHECK(!l->parent || l->parent->pins >= l->pins, KVC_E_VALUE,
                   "prefix: a pinned link has an unpinned parent");
-        KVC_CHECK(!l->offloaded || !(l->near || l->pins || l->bytes), KVC_E_VALUE,
+        KVC_CHECK(!l->offloaded || !(l->resident_children || l->pins || l->bytes), KVC_E_VALUE,
                   "prefix: an offloaded link or a child of it has pages");
-        near -= l->parent && !l->offloaded;
+        resident_children -= l->parent && !l->offloaded;
         for (int64_t e = 0; !l->offloaded && e < l->n_entries; e++)
             KVC_CHECK(kvc_pool_refs(p->pool, kvc_entry_offset(kvc_link_entries(l)[e])) > 0, KVC_E_VALUE,
                       "prefix: a page was freed");
     }
     KVC_CHECK(links == p->stats.links && links == listed && bytes == p->stats.bytes && pinned == p->stats.pinned &&
-                  offloaded == p->stats.offloaded && children == hanging && !near,
+                  offloaded == p->stats.offloaded && children == hanging && !resident_children,
               KVC_E_VALUE, "prefix: its totals are wrong");
     return KVC_OK;
 }

@@ -11,10 +11,10 @@ typedef struct kvc_link {
     uint8_t digest[KVC_DIGEST], root[KVC_DIGEST];
     struct kvc_link *parent, *next, *older, *newer; /* next: in the bucket */
     int64_t id, n_tokens, n_entries, bytes;
-    int64_t children, near; /* child links; those of them that are not offloaded */
-    int64_t pins, ends;     /* pinned chains through this link; those that end here */
-    bool offloaded;         /* it has no pages, nor have its descendants */
-    int64_t data[];         /* tokens, then entries */
+    int64_t children, resident_children; /* child links; those of them that are not offloaded */
+    int64_t pins, ends;                  /* pinned chains through this link; those that end here */
+    bool offloaded;                      /* it has no pages, nor have its descendants */
+    int64_t data[];                      /* tokens, then entries */
 } kvc_link;
 
 struct kvc_prefix {

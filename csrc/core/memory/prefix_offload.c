@@ -41,7 +41,7 @@ bool kvc_prefix_offload(kvc_prefix *p, int64_t id)
 {
     pthread_mutex_lock(&p->lock);
     kvc_link *l = with_id(p, id);
-    bool may = l && !l->offloaded && !l->pins && !l->near;
+    bool may = l && !l->offloaded && !l->pins && !l->resident_children;
     if (may) kvc_prefix_strip(p, l);
     pthread_mutex_unlock(&p->lock);
     return may;
@@ -60,7 +60,7 @@ bool kvc_prefix_give_way(void *prefix)
     kvc_prefix *p = prefix;
     pthread_mutex_lock(&p->lock);
     kvc_link *l = p->oldest;
-    while (l && (l->pins || l->offloaded || l->near || !holds_alone(p, l))) l = l->newer;
+    while (l && (l->pins || l->offloaded || l->resident_children || !holds_alone(p, l))) l = l->newer;
     /* its children are offloaded and need it when they are brought back: keep the link without its pages */
     if (l && l->children) {
         kvc_prefix_strip(p, l);

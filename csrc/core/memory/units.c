@@ -37,7 +37,7 @@ int64_t kvc_units_of_slab(const kvc_pool *pool, const size_class *c)
     return units < most ? units : pool->space ? kvc_units_of(pool, most * pool->unit) : most;
 }
 
-bool kvc_units_may_go(const kvc_pool *pool, const slab *s)
+bool kvc_units_can_release(const kvc_pool *pool, const slab *s)
 {
     const size_class *c = &pool->classes[s->class_index];
     return !pool->space || !c->live ||

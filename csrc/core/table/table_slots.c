@@ -75,16 +75,16 @@ kvc_status kvc_table_keep_scores(kvc_table *t, bool on)
     return KVC_OK;
 }
 
-kvc_status kvc_table_observe(kvc_table *t, const float *mass, int64_t width, float fade)
+kvc_status kvc_table_observe(kvc_table *t, const float *received, int64_t width, float decay)
 {
     KVC_CHECK(t->scores && width <= t->score_capacity, KVC_E_VALUE,
               "observe: expected a table that keeps scores, and at most %lld of a row, got %lld",
               (long long)(t->scores ? t->score_capacity : 0), (long long)width);
     for (int64_t r = 0; r < t->batch * t->spec.heads; r++) {
         float *scores = t->scores + r * t->score_capacity;
-        const float *paid = mass + r * width;
-        for (int64_t i = 0; fade != 1 && i < t->score_capacity; i++) scores[i] *= fade;
-        for (int64_t i = 0; i < width; i++) scores[i] += paid[i];
+        const float *row = received + r * width;
+        for (int64_t i = 0; decay != 1 && i < t->score_capacity; i++) scores[i] *= decay;
+        for (int64_t i = 0; i < width; i++) scores[i] += row[i];
     }
     return KVC_OK;
 }
