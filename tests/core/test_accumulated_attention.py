@@ -1,4 +1,4 @@
-"""accumulated attention: what every stored token got of the attention, against a float64 matrix of weights."""
+"""Accumulated attention: the attention that each stored token receives, compared with a float64 matrix of weights."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_mass_is_the_column_sum_of_the_weights(name, limit, old, T, window, soft
 
 
 def test_pads_and_rows_of_unequal_length():
-    """Indices are of stored tokens: pads have none, and what is behind a row's last token is 0."""
+    """Indices are of stored tokens: padding has none, and values past a row's last token are 0."""
     mask = torch.ones(2, 80, dtype=torch.bool)
     mask[0, :30] = False
     kv = PagedKV(H, D, key="int8", batch=2)
@@ -85,7 +85,7 @@ def test_a_query_of_nan_adds_nothing():
 @pytest.mark.parametrize("key", ["raw", "int8", "int4"])
 @pytest.mark.parametrize("T", [1, 4, 130])
 def test_a_score_that_overflows_adds_nothing(key, T):
-    """Its row is NaN, which is its own affair: other queries of the group pay what they pay."""
+    """Its row becomes NaN; the weights of other queries of the group are unaffected."""
     kv = PagedKV(H, D, key=key)
     kv.append(data(1, H, 300, D, 1), data(1, H, 300, D, 2))
     q = data(1, H * G, T, D, 3)
@@ -98,7 +98,7 @@ def test_a_score_that_overflows_adds_nothing(key, T):
 
 @pytest.mark.parametrize("rows", [16, 71])
 def test_many_heads_of_one(rows):
-    """A block of one token whose rows fill whole registers, and one of more rows than a block has tokens."""
+    """A block of one token whose rows fill registers, and one with more rows than a block has tokens."""
     kv, q = PagedKV(1, D, key="int8"), data(1, rows, 3, D, 3)
     kv.append(data(1, 1, 300, D, 1), data(1, 1, 300, D, 2))
     mass = kv.attend(q, return_attention=True)[2]
@@ -116,7 +116,8 @@ def test_bad_widths(width):
 
 @pytest.mark.parametrize("T", [1, 3, 90])
 def test_mass_against_the_lse_of_more_tokens(T):
-    """Two halves of the tokens, each with the joined lse, are the whole; queries without one add nothing."""
+    """The results of two halves of the tokens, each with the merged lse, add up to the whole; queries without an lse
+    add nothing."""
     k, v, q = data(1, H, 300, D, 1), data(1, H, 300, D, 2), data(1, H * G, T, D, 3)
     whole, want = PagedKV(H, D, key="raw"), by_matrix(k, q)
     whole.append(k, v)
@@ -144,7 +145,7 @@ def test_mass_against_the_lse_of_more_tokens(T):
 
 @pytest.mark.parametrize("T", [1, 200])
 def test_mass_does_not_depend_on_threads(T):
-    """Blocks of queries are summed as integers, in whatever order they end."""
+    """Blocks of queries are summed in fixed point, so their order does not matter."""
     got = []
     for threads in (1, 2):
         torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""The attention op against float64 on the stored values (eager, no paging, nothing folded)."""
+"""The attention op compared with float64 attention over the stored values (eager, without pages or folded scales)."""
 
 import math
 
@@ -11,14 +11,14 @@ from kvcompress import _C, formats, ops
 
 NONE, NO_SEALS = torch.empty(0), torch.empty(0, 2, dtype=torch.int64)
 RAW = {torch.float32: "raw_f32", torch.float16: "raw_f16", torch.bfloat16: "raw_bf16"}
-# The design's: 8 bits, and 4 and below; float formats without limbs of their own are no worse.
+# Bounds of the design: 8 bits, and 4 and below; float formats without limbs are no worse.
 BOUND = {"raw_f32": 1e-5, "raw_f16": 1e-5, "raw_bf16": 1e-5}
 BOUND |= {row["name"]: 5e-3 if row["bits"] == 8 else 2e-2 for row in formats.TABLE if row["bits"] <= 8}
-FEW = "int8", "fp8_e4m3", "int4", "int4_lloyd", "int2", "kivi4"  # kernels that differ; all are run in the full tier
+FEW = "int8", "fp8_e4m3", "int4", "int4_lloyd", "int2", "kivi4"  # formats with distinct kernels; the full tier runs all
 
 
 class Store:
-    """Pages of B sequences, driven through plan -> op -> commit as the layer does; remembers which slots are real."""
+    """Pages of B sequences, driven like a layer does: plan, op, commit; remembers which slots are real."""
 
     def __init__(self, key, value, B=1, H=2, D=64, Dv=None, dtype=torch.float32, page_size=64, sinks=4, **options):
         self.B, self.H, self.D, self.Dv, self.dtype = B, H, D, Dv or D, dtype
@@ -36,7 +36,7 @@ class Store:
         return [torch.from_numpy(x) for x in (arena, t.entries, t.rows, t.slots)]
 
     def poison(self):
-        """NaN in every byte of the pool that no page uses, and of fresh pages: nothing may leak from there."""
+        """Fills every byte of the pool that no page uses, and of fresh pages, with NaN: none may leak to results."""
         offset = [self.pool.alloc(1 << 16) for _ in range(4)]
         for at in offset:
             self.pool.arena[at : at + (1 << 16)] = 0xFF
@@ -62,7 +62,7 @@ class Store:
 
 
 def reference(store, q, k, v, s_aux=None, window=0, softcap=0.0):
-    """float64 attention over what is stored, the call's own k and v exact."""
+    """float64 attention over the stored tokens, and the call's own k and v unrounded."""
     K, V = (x.double() for x in store.dense())
     T, Tq, S = k.shape[2], q.shape[2], K.shape[2]
     if T:
@@ -79,7 +79,7 @@ def reference(store, q, k, v, s_aux=None, window=0, softcap=0.0):
     if window > 0:
         sees &= k_slot > q_slot - window
     sees = sees[None, None]
-    if window < 0:  # chunks, from a row's first token on
+    if window < 0:  # chunks start at a row's first token
         first = torch.from_numpy(store.real.argmax(1))[:, None, None, None]
         sees = sees & ((k_slot - first) // -window == (q_slot - first) // -window)
     sees = sees & torch.from_numpy(store.real)[:, None, None]
@@ -104,7 +104,7 @@ def data(B, H, T, D, seed, dtype=torch.float32, outliers=False):
 
 
 def run(store, lengths, group, seed=0, dtype=torch.float32, outliers=False, mask=None, **options):
-    """Appends in calls of the given lengths; yields the op's results beside the reference's, call by call."""
+    """Appends in calls of the given lengths; yields the op's results and the reference's for each call."""
     start = 0
     for i, T in enumerate(lengths):
         store.poison()
@@ -194,7 +194,7 @@ def test_masks_and_caps(key, options):
 @pytest.mark.parametrize("window", [13, -32])
 @pytest.mark.parametrize("key", ["raw", "int8", "kivi4"])
 def test_windows_of_padded_rows(key, window):
-    """Chunks of a row begin at its first token; pads inside make a sidecar."""
+    """Chunks of a row start at its first token; padding inside a row requires stored slots."""
     lengths = [70, 1, 30, 1, 1]
     mask = torch.ones(3, sum(lengths), dtype=torch.bool)
     mask[1, :37] = False
@@ -207,7 +207,8 @@ def test_windows_of_padded_rows(key, window):
 
 @pytest.mark.parametrize("key", ["raw", "int8", "int4"])
 def test_padding(key):
-    """Left pads, a fully padded call, pads inside: rows equal the rows alone, pads see and give nothing."""
+    """Left padding, a call of padding only, padding inside: rows equal the same rows alone; padding sees nothing and
+    contributes nothing."""
     lengths = [100, 1, 30, 1]
     mask = torch.ones(3, sum(lengths), dtype=torch.bool)
     mask[1, :37] = False
@@ -250,7 +251,7 @@ def test_results_do_not_depend_on_threads():
 @pytest.mark.parametrize("outliers", [pytest.param(False, marks=pytest.mark.full), True, "v"])
 @pytest.mark.parametrize("key", [pytest.param(x, marks=[] if x in FEW else pytest.mark.full) for x in list(BOUND)[3:]])
 def test_long_sequences_of_small_pages(key, outliers):
-    """64 columns and more: weights of 8 bits where a page weighs little."""
+    """64 columns and more: pages with little weight use 8-bit weights."""
     store = Store(key, key, D=64, page_size=16)
     check(run(store, [1100, 1, 1], 4, outliers=outliers), BOUND[key])
 
@@ -280,14 +281,14 @@ def test_attend_after_append_sees_what_is_stored():
 @pytest.mark.parametrize("key,value,dtype", [("int8", "fp8_e4m3", "float32"), ("fp8_e5m2", "fp8_e5m2", "bfloat16")])
 @pytest.mark.parametrize("sinks,lengths", [(4, [90, 1, 1, 5, 60, 1]), (0, [77, 1, 1, 1, 1, 63])])
 def test_direct_append(sinks, lengths, key, value, dtype):
-    """residual_length=0: tokens go straight into sealed pages; the call that brings them reads them raw."""
+    """residual_length=0: tokens are appended directly to sealed pages; the appending call sees them exactly."""
     store = Store(key, value, D=32, dtype=getattr(torch, dtype), sinks=sinks, direct=True)
     check(run(store, lengths, 2, dtype=getattr(torch, dtype)), 2 * BOUND["int8"])
     assert store.table.stats()["open_bytes"] == 0
 
 
 def test_page_per_head_tables():
-    """A table with a row per head (each head its own pages) gives what the table of groups gives."""
+    """A table with a row per head (each head has its own pages) gives the same results as a table of groups."""
     D, H, P = 32, 2, 3
     k, v, q = data(1, H, 64 * P, D, 1), data(1, H, 64 * P, D, 2), data(1, 4, 1, D, 3)
     code = formats.resolve("int8", torch.float32)
@@ -309,7 +310,7 @@ def test_page_per_head_tables():
 
 @pytest.mark.parametrize("key", ["int8", "fp8_e4m3", "int4"])
 def test_pages_that_hardly_count(key):
-    """Scores that differ by hundreds: weights of whole pages underflow, and nothing else happens."""
+    """Scores that differ by hundreds: the weights of whole pages underflow, without other effects."""
     store = Store(key, key, D=32)
     k = data(1, 2, 300, 32, 1)
     k[:, :, :100] *= 6
@@ -325,12 +326,12 @@ def test_pages_that_hardly_count(key):
 ])  # fmt: skip
 @pytest.mark.parametrize("key", ["raw", "int8", "fp8_e4m3", "int4"])
 def test_nan_in_q_stays_in_its_row(key, stored, T, dtype, options):
-    """NaN or Inf in a row of q, or scores that overflow: NaN in out and lse of that row, nothing elsewhere."""
+    """NaN or Inf in a row of q, or overflowing scores: NaN in out and lse of that row only."""
     k, v = data(1, 2, stored + T, 64, 1), data(1, 2, stored + T, 64, 2)
     q = data(1, 6, T, 64, 3, dtype)
     bad = q.clone()
     bad[0, 0, 0, 5], bad[0, 1, -1, 63], bad[0, 4, 0, 0] = torch.nan, torch.inf, -torch.inf
-    if dtype != torch.float16 and not options.get("softcap"):  # the cap holds whatever it is given
+    if dtype != torch.float16 and not options.get("softcap"):  # the softcap limits any score
         bad[0, 3, -1] = 2e38 * k[0, 1, stored].sign()
     results = []
     for x in (q, bad):
@@ -357,7 +358,7 @@ def test_nan_in_q_that_sees_nothing(key):
 
 @pytest.mark.parametrize("key", ["raw", "int8", "fp8_e4m3", "int4"])
 def test_scores_below_all_floats_give_nan_only_alone(key):
-    """Scores of -Inf weigh nothing beside others; a row that has no others is NaN, not one that sees nothing."""
+    """Scores of -Inf have no weight; a row with no other scores is NaN, unlike a row that sees no tokens."""
     store = Store(key, key, D=32, sinks=0)
     k, v, q = data(1, 2, 64, 32, 1).abs() + 0.5, data(1, 2, 164, 32, 2), torch.full((1, 4, 1, 32), -2e38)
     none = k[:, :, :0]
@@ -367,7 +368,7 @@ def test_scores_below_all_floats_give_nan_only_alone(key):
     store.step(q[:, :, :0], torch.zeros(1, 2, 100, 32), v[:, :, 64:])
     out, lse = store.step(q * 1e-30, none, none)
     check([(out, lse, *reference(store, q * 1e-30, none, none))], BOUND["raw_f32" if key == "raw" else key])
-    if key == "raw":  # exact zeros, whatever q is
+    if key == "raw":  # exact zeros for any q
         out, lse = store.step(q, none, none)
         check([(out, lse, *reference(store, q, none, none))], 1e-5)
 
@@ -394,7 +395,7 @@ def test_bad_tables_are_named(bad):
 
 
 def test_a_quantized_page_of_sinks():
-    """No table of ours has one, but a table made by hand may: a page of 256 tokens where others have 16."""
+    """Our tables have none, but a table made by hand may: a page of 256 tokens among pages of 16."""
     key = formats.CODES["int4_token"]
     k = torch.randn(1, 2, 256, 64)
     arena = ops.pack(k, k, key, key, 256).flatten()

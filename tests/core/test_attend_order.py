@@ -1,4 +1,4 @@
-"""Heads that a worker attends to side by side: what it takes in which order changes no result."""
+"""Interleaving of heads by a worker: the order of work does not change results."""
 
 import math
 
@@ -12,7 +12,7 @@ D, GROUP, PAGE = 128, 2, 64
 
 
 class Heads:
-    """int8 pages, every third raw, of heads with columns of their own."""
+    """int8 pages, every third one raw; heads have their own columns."""
 
     def __init__(self, columns):
         self.columns, tokens = columns, PAGE * max(columns)

@@ -1,4 +1,4 @@
-"""pack_pages: blocks that another engine quantized, read back from our pages."""
+"""pack_pages: blocks quantized by another engine, read back from our pages."""
 
 import math
 
@@ -13,7 +13,7 @@ FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def blocks(name, n=6, size=16, H=3, D=32):
-    """Every finite code, and others."""
+    """Every finite code, and random ones."""
     if name == "int8":
         codes = torch.arange(-128, 128, dtype=torch.int8)
     else:
@@ -24,7 +24,7 @@ def blocks(name, n=6, size=16, H=3, D=32):
 
 
 def read(pages, key, value, tokens, size, dims):
-    """k, v [1, H, tokens, D] float32 of the pages of one sequence, through the read op."""
+    """k, v [1, H, tokens, D] float32 of one sequence's pages, by the read op."""
     H, bytes_ = pages.shape[2], pages.shape[3]
     entries = [(p * H * bytes_ // 64) << 16 | CODE[key] << 8 | CODE[value] for p in range(pages.shape[1])]
     table, rows = torch.tensor([[[-1, *entries]]]), torch.tensor([[[tokens, 0]]])

@@ -1,4 +1,4 @@
-"""Codecs against references that share no code with them: formulas, and page words by index arithmetic."""
+"""Codecs compared with references that share no code with them: formulas, and page words by index arithmetic."""
 
 import ctypes
 import os
@@ -68,9 +68,7 @@ def test_quantize_equals_the_formulas(name: str, D: int) -> None:
     got = _C.dequantize(codes, scales, CODE[name])
     exact = ref_values(want, want_scales, name)
     assert got.dtype == F and got.shape == x.shape
-    if (
-        FORMATS[name]["rotated"] or FORMATS[name]["calibrated"]
-    ):  # 24 bits suffice for the sums; only the last product rounds
+    if FORMATS[name]["rotated"] or FORMATS[name]["calibrated"]:  # the sums fit 24 bits; only the last product rounds
         np.testing.assert_allclose(got, exact, rtol=2e-7, atol=0)
     elif SPEC[name][1] == "uint":  # one product and one sum, each rounded
         np.testing.assert_allclose(got, exact, rtol=1e-6, atol=1e-6 * np.abs(exact).max(1, keepdims=True).max())
@@ -93,7 +91,7 @@ SNR = (
     ("int4_g32", 21.8, 22.4),
     ("int3", 14.1, 14.7),
     ("int2", 9.0, 9.6),
-    ("cal2", 4.9, 5.2),  # all dims alike: without a quarter of them 6 dB at most
+    ("cal2", 4.9, 5.2),  # if all dims are alike: without a quarter of them 6 dB at most
     ("int2_asym", 5.7, 6.3),
     ("nvfp4", 19, 22),
     ("mxfp4", 17, 20),
@@ -210,13 +208,13 @@ def test_equal_pages_have_equal_bytes_and_saturated_centroids_stay_finite() -> N
     assert pages[0, 0, 0].tobytes() == pages[0, 1, 0].tobytes()
     meta = page_fields(pages[0, 0, 0].copy(), "int4", "int4", (32, 32), 16)[2].view(np.float16)
     np.testing.assert_array_equal(np.abs(meta), 65504)
-    for name in ("kivi4", "kivi2", "int4_asym"):  # finite codes and metadata, whatever comes
+    for name in ("kivi4", "kivi2", "int4_asym"):  # codes and metadata are finite for any input
         kept = _C.pack(x, x, CODE[name], CODE[name], 16)[0, 0, 0]
         for part in page_fields(kept.copy(), name, name, (32, 32), 16)[2:]:
             assert np.isfinite(part.view(np.float16)).all()
 
 
-# ------------------------------------------------------------------ every level, every setting
+# ------------------------------------------------------------------ every level, every floating-point setting
 
 
 def run_make(isa: str, *arguments: str) -> str:
@@ -253,8 +251,8 @@ def test_bytes_do_not_depend_on_the_rounding_mode_or_flushing(name: str) -> None
     try:
         assert torch.set_flush_denormal(True)
         flushed = encode()
-        assert not (np.array([2.0**-149], F) * F(4))[0]  # it was on, and still is
-        libm.fesetround(0x800)  # upward
+        assert not (np.array([2.0**-149], F) * F(4))[0]  # denormals were flushed, and still are
+        libm.fesetround(0x800)  # round upward
         upward = encode()
     finally:
         libm.fesetround(0)
@@ -278,7 +276,7 @@ def test_nan_and_inf_are_rejected(bad: float, dtype: type) -> None:
             with pytest.raises(ValueError, match=f"{which}: .*NaN or Inf at sequence 1, head 2, token 17"):
                 _C.pack(k, v, CODE[name], CODE[name], 16)
     x[:] = np.finfo(dtype).max
-    _C.quantize(x, CODE["int8"])  # the largest number is a number
+    _C.quantize(x, CODE["int8"])  # the largest finite number is accepted
 
 
 def test_wrong_formats_and_sizes_are_rejected() -> None:

@@ -1,4 +1,4 @@
-"""The codec functions that only the attention op reaches (parts of pages, conversions), through C."""
+"""C functions of the codec that only the attention op uses (parts of pages, conversions)."""
 
 import ctypes
 import os
@@ -47,7 +47,7 @@ SOURCES = ("codec/codec.c", "codec/cells.c", "codec/format.c", "base/status.c", 
 
 @pytest.fixture(scope="session")
 def core(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The codec's C functions behind a small library built for the tests."""
+    """The codec's C functions, in a small library built for the tests."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if not compiler:
         pytest.skip("no C compiler")
@@ -93,7 +93,7 @@ def test_small_floats_convert_as_ieee_says(core: ctypes.CDLL) -> None:
     np.testing.assert_array_equal(codes[number], ref_e4m3(x[number]))
 
 
-# K of a format with statistics over tokens, and words that hold several tokens, are written by whole pages only.
+# K of formats with statistics over tokens, and words with several tokens, are only written as whole pages.
 SIDES = [(n, key) for n, (bits, _, _, keys) in SPEC.items() for key in (0, 1) if keys == "token" and (key or bits >= 8)]
 
 
@@ -102,7 +102,7 @@ def test_rows_stored_in_any_order_give_the_page(core: ctypes.CDLL, name: str, ke
     rng, D, size, bits = np.random.default_rng(6), 64, 64, FORMATS[name]["bits"]
     raw = name.startswith("raw")
     dtype = {"raw_f16": 1, "raw_bf16": 2}.get(name, 0)
-    x = rng.standard_normal((size, D + 5)).astype(F)  # rows further apart than D
+    x = rng.standard_normal((size, D + 5)).astype(F)  # row stride larger than D
     x = {0: x, 1: x.astype(np.float16), 2: (x.view(np.uint32) >> 16).astype(np.uint16)}[dtype]
     tiles = rng.integers(0, 256, size * D * bits // 8 + 64, dtype=np.uint8)
     meta = rng.integers(0, 256, 2 * max(1, planes(name, D)) * size + 64, dtype=np.uint8)
@@ -144,7 +144,7 @@ def test_decode_adds_the_centroid(core: ctypes.CDLL) -> None:
     half = meta.view(np.float16)
     want = ref_values(bits, half[:size, None], "int4") + half[size:]
     got = np.empty((size, D), F)
-    at = size * D // 2 + size * D  # behind K tiles and V tiles
+    at = size * D // 2 + size * D  # after the K tiles and V tiles
     core.decode(CODE["int4"], 1, i64(D), i64(size), p(page), p(page, at), i64(0), i64(size), p(got))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     k = k[0, 0].astype(float)

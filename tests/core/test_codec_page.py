@@ -1,4 +1,4 @@
-"""Whole pages: however they are written, and on every level, the same bytes; and the same values back."""
+"""Whole pages: every way to write them gives the same bytes on every level, and the same values back."""
 
 import hashlib
 
@@ -8,7 +8,7 @@ import torch
 
 from kvcompress import PagedKV, formats
 
-DIMS = (48, 64, 256, 512, 576)  # of which 48 is not whole in 16-bit words; 48 and 576 rotate in blocks
+DIMS = (48, 64, 256, 512, 576)  # 48 does not fill 16-bit words evenly; 48 and 576 are rotated in blocks
 QUANTIZED = [name for name in formats.NAMES if name != "raw"]
 
 

@@ -1,4 +1,4 @@
-"""The C harness on every kernel level, and the fuzz targets fed with their corpora: see tests/c and tests/fuzz."""
+"""The C harness on every kernel level, and the fuzz targets on their corpora: see tests/c and tests/fuzz."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ needs_tools = pytest.mark.skipif(not (shutil.which("cc") and shutil.which("make"
 
 
 def make(makefile: str, out: str, options: str, *goals: str) -> Path:
-    """Builds in build/, once for all workers and runs; both makefiles make the same objects of the core."""
+    """Builds in build/, once for all workers and runs; both makefiles build the same objects of the core."""
     folder = ROOT / "build" / out
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
@@ -40,7 +40,7 @@ def make(makefile: str, out: str, options: str, *goals: str) -> Path:
 
 
 def run(*command: object) -> None:
-    env = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}  # the suite itself may run under a sanitizer
+    env = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}  # the suite itself may run with a sanitizer
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=False, env=env, timeout=600)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-2000:]
 
@@ -54,7 +54,7 @@ def test_harness():
 @pytest.mark.full
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("objdump"), reason="no x86-64, or no objdump")
 def test_avxvnni_has_instructions_of_avx2_and_avxvnni_alone(tmp_path):
-    """Its CPUs have no AVX-512; this one may have no AVX-VNNI."""
+    """The level must not use AVX-512 instructions; this CPU may not have AVX-VNNI."""
     for name in ("avxvnni", "avxvnni_affine"):
         out = tmp_path / f"{name}.o"
         call = ["cc", "-std=c11", "-O1", "-iquote", "csrc/core", "-c", f"csrc/core/kernels/{name}.c", "-o", out]

@@ -1,4 +1,4 @@
-"""The C library as an engine gets it: built by make, used by the example, no Python in it."""
+"""The C library as engines use it: built by make, used by the example, without Python."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Codes that make up for each other's errors: what `append` writes with feedback, against float64, and where."""
+"""Error feedback between codes: what `append` writes with feedback, compared with float64, and when it is used."""
 
 import hashlib
 
@@ -18,7 +18,7 @@ STEP = {"int4_lloyd": 1 / 47, "int4": 0.33, "int3": 0.58, "int2": 1.0}
 
 
 def basis(fed=True, heads=H, dim=D):
-    """Orthonormal maps, and what noise in each dim costs, each head's its own."""
+    """Orthonormal maps, and the cost of noise in each dim; different for each head."""
     g = torch.Generator().manual_seed(1)
     maps = torch.linalg.qr(torch.randn(2, heads, dim, dim, generator=g).double())[0]
     costs = [torch.logspace(1, -2 + i, dim).expand(heads, -1) * torch.arange(1, 1 + heads)[:, None] for i in (0, 1)]
@@ -31,7 +31,7 @@ def data(T, seed, heads=H, dim=D):
 
 
 def stored(kv, x, side):
-    """Of the sealed tokens: x and what is stored in place of it, in the layer's coordinates; float64 [H, N, D]."""
+    """Sealed tokens: x and the stored values, in the layer's coordinates; float64 [H, N, D]."""
     to, got = kv.page_store.basis[2 * side].double(), kv.dense()[side]
     n = 4 + (x.shape[2] - 4 - 64) // 64 * 64  # the newest 64 are raw
     return x[0, :, 4:n].double() @ to, got[0, :, 4:n].double() @ to
@@ -45,7 +45,7 @@ def hadamard(n):
 
 
 def test_the_factor_is_the_metrics():
-    """L D L^T of the costs, rotated; dims that fill a row up cost next to nothing."""
+    """L D L^T of the rotated costs; padding dims cost almost nothing."""
     costs = basis().key_costs
     for dim in (64, 96):
         found = feedback(costs, dim).double().numpy()
@@ -60,7 +60,7 @@ def test_the_factor_is_the_metrics():
 
 
 def by_formula(z, costs, key):
-    """Babai's nearest plane of rotated rows z [N, D], float64: levels times steps, and the gain in the metric."""
+    """Babai's nearest plane for rotated rows z [N, D], float64: levels times steps, and the gain in the metric."""
     levels, metric = LEVELS[key], hadamard(D).T @ np.diag(costs / costs.mean() + 0.02) @ hadamard(D)
     lower = np.linalg.cholesky(metric)
     rms = np.sqrt((z**2).mean(1, keepdims=True))
@@ -92,12 +92,12 @@ def test_codes_are_the_formulas(key):
             costs = kv.page_store.basis[4 + side][h].double().numpy()
             want = by_formula((rows[h] - mean) @ hadamard(D), costs, key) @ hadamard(D) + mean
             close = np.abs(got[h] - want).max(1) < 4e-3 * np.abs(want).max()
-            assert close.mean() > 0.95  # a target next to an edge may fall on its other side, and the rest with it
+            assert close.mean() > 0.95  # a target next to a boundary may be rounded differently, which changes the rest
 
 
 @pytest.mark.parametrize("key", FORMATS)
 def test_rows_cost_less(key):
-    """In the metric; in each dim by itself they are further off."""
+    """In the metric; by single dims the error is larger."""
     kept, k, v = [], data(270, 1), data(270, 2)
     for fed in (False, True):
         kv = PagedKV(H, D, key=key, basis=basis(fed))
@@ -109,13 +109,13 @@ def test_rows_cost_less(key):
         error = [(x - rows).square().sum() for x in (plain, fed)]
         assert cost[1] < 0.75 * cost[0] and error[1] > error[0]
         along = ((fed * rows * costs[:, None]).sum() / (rows.square() * costs[:, None]).sum()).item()
-        assert abs(along - 1) < (2e-2 if side else 5e-2)  # products are right on average
+        assert abs(along - 1) < (2e-2 if side else 5e-2)  # products are unbiased
 
 
 @pytest.mark.parametrize("key", ("int4_lloyd", "int3"))
 def test_pages_are_alike_however_tokens_come(key):
-    """In one call, in pieces, token by token, in bfloat16 too, and in a layer of one of the heads; heads that keep
-    different tokens have pages of their own."""
+    """In one call, in pieces, token by token, also in bfloat16, and in a layer with one of the heads; heads that keep
+    different tokens have separate pages."""
     for dtype in (torch.float32, torch.bfloat16):
         k, v = data(200, 1).to(dtype), data(200, 2).to(dtype)
         found = []
@@ -123,7 +123,7 @@ def test_pages_are_alike_however_tokens_come(key):
             kv = PagedKV(H, D, key=key, basis=basis(), dtype=dtype)
             for a, b in zip(k.split(parts, 2), v.split(parts, 2), strict=True):
                 kv.append(a, b)
-            found.append([x[:, :, :132] for x in kv.dense()])  # sealed in all of them
+            found.append([x[:, :, :132] for x in kv.dense()])  # sealed in all cases
         assert all(torch.equal(x, y) for more in found[1:] for x, y in zip(found[0], more, strict=True))
     one = [PagedKV(1, D, key=key, basis=Basis(*(x[h : h + 1] for x in basis()))) for h in range(H)]
     both, k, v = PagedKV(H, D, key=key, basis=basis()), data(300, 1), data(300, 2)
@@ -171,7 +171,7 @@ def test_without_feedback_it_is_attend():
 @pytest.mark.parametrize("key", FORMATS)
 @pytest.mark.parametrize("mass", [False, True])
 def test_a_call_attends_to_the_codes_that_it_seals(key, mass):
-    """A page full before the call is read as all later calls read it: a draft taken back leaves no trace."""
+    """A page that was full before the call is read like in all later calls: a rejected draft has no effect."""
     kv, k, v, q = PagedKV(H, D, key=key, basis=basis()), data(140, 1), data(140, 2), data(140, 3)
     kv.append(k[:, :, :132], v[:, :, :132])
     first, drafts = kv.clone(), kv.clone()
@@ -182,7 +182,7 @@ def test_a_call_attends_to_the_codes_that_it_seals(key, mass):
         again, _ = kv.attend(now[0])
         assert torch.allclose(out, again, atol=1e-5), t
     assert kv.stats()["parts"]["sealed"] > before
-    drafts.attend(*(x[:, :, 132:137] for x in (q, k, v)))  # five drafts, all of them rejected
+    drafts.attend(*(x[:, :, 132:137] for x in (q, k, v)))  # five drafts, all rejected
     drafts.crop(132)
     now = [x[:, :, 132:133] for x in (q, k, v)]
     assert torch.equal(drafts.attend(*now)[0], first.attend(*now)[0])

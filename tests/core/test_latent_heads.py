@@ -1,4 +1,5 @@
-"""Attention over latents (MLA): q of Dk + Dv dims, values that are K; beside float64 on the stored values."""
+"""Attention over latents (MLA): q has Dk + Dv dims, and the values are K. Compared with float64 over the stored
+values."""
 
 import itertools
 import math
@@ -10,11 +11,11 @@ from test_attend import BOUND, NO_SEALS, NONE, Store, data, error
 
 from kvcompress import formats, ops
 
-ROWS = [x for x in list(BOUND)[3:] if x not in formats.CALIBRATED]  # what latents may be stored in
+ROWS = [x for x in list(BOUND)[3:] if x not in formats.CALIBRATED]  # formats for latents
 
 
 def reference(store, q, k, v, scale, s_aux=None, window=0, softcap=0.0):
-    """float64, over what is stored, the call's own k and v exact; K and V of one token side by side."""
+    """float64, over the stored tokens and the call's own k and v unrounded; K and V of a token concatenated."""
     K, V = (x.double() for x in store.dense())
     T, S = k.shape[2], store.table.seen
     real = torch.from_numpy(store.real)
@@ -36,8 +37,8 @@ def reference(store, q, k, v, scale, s_aux=None, window=0, softcap=0.0):
 
 
 def drive(store, lengths, heads, dtype=torch.float32, mask=None, loud=True, sharp=1, attend=ops.attend, **options):
-    """Calls of these lengths: the op's out, lse and mass beside the reference's. sharp: times q. attend: the op, or
-    what has its signature."""
+    """Calls of these lengths: the op's out, lse and accumulated attention, and the reference's. sharp: factor for q.
+    attend: the op, or a function with its signature."""
     start, scale = 0, 1 / math.sqrt(store.D + store.Dv)
     for i, T in enumerate(lengths):
         store.poison()
@@ -64,7 +65,7 @@ def check(results, bound):
         assert torch.equal(torch.isinf(lse), ~there) and (lse.double() - want_lse)[there].abs().max() <= 20 * max(
             bound, 1e-5
         )
-        paid = there.sum(dim=(1, 2)).double()  # what a query pays is 1 in all
+        paid = there.sum(dim=(1, 2)).double()  # the weights of a query sum to 1
         assert (mass.sum(dim=(1, 2)).double() - paid).abs().max() <= 20 * max(bound, 1e-4) * max(1.0, paid.max())
 
 
@@ -90,7 +91,7 @@ def test_half_precision(key, dtype):
 
 @pytest.mark.parametrize("key", ["raw", "int8", "int4"])
 def test_many_pages_and_heads(key):
-    """More than 64 pages: split over runs, and p and q in 8 bits where that will do."""
+    """More than 64 pages: split into runs, with 8-bit p and q where precise enough."""
     store = Store(key, "raw" if key == "raw" else "int8", H=1, D=512, Dv=64, page_size=16)
     check(drive(store, [300] * 4 + [1], 16, loud=False), BOUND["raw_f32" if key == "raw" else key])
 
@@ -101,7 +102,7 @@ def test_many_pages_and_heads(key):
      [("int8", 10), ("int4", 1), *itertools.product(("int4_lloyd", "int2"), (1, 10))])],
 )  # fmt: skip
 def test_many_pages_of_half_precision(key, sharp):
-    """8 bits of p: odd numbers of heads, dims that are no multiples of 64. sharp: one token gets nearly all."""
+    """8-bit p: odd numbers of heads, dims that are not multiples of 64. sharp: one token gets almost all the weight."""
     store = Store(key, "int8", H=1, D=144, Dv=48, page_size=16, dtype=torch.bfloat16)
     calls = list(drive(store, [1200, 1, 2], 21, torch.bfloat16, loud=False, sharp=sharp))
     check(calls[1:], 4e-3 if key == "int8" else 1e-2)
@@ -109,7 +110,7 @@ def test_many_pages_of_half_precision(key, sharp):
 
 @pytest.mark.parametrize("key", ["int8", "int4"])
 def test_pages_of_a_part_of_weights_and_a_half(key):
-    """Pages of 48 tokens, of which bytes weigh 32 and 16 apart, in blocks of 64 dims and of 16."""
+    """Pages of 48 tokens, whose weights have separate steps for 32 and 16 tokens, in blocks of 64 and 16 dims."""
     store = Store(key, "int8", H=1, D=144, Dv=48, page_size=48, dtype=torch.bfloat16)
     calls = list(drive(store, [320] * 10 + [1, 2], 5, torch.bfloat16, loud=False))
     check(calls[-2:], 4e-3 if key == "int8" else 1e-2)
@@ -146,9 +147,9 @@ def test_a_query_of_another_width_is_refused():
 
 @pytest.mark.parametrize("level", levels.OTHERS)
 def test_every_level(level):
-    """All of the above that is short."""
+    """All of the above that is short, on every level."""
     names = "every_format and 128-32 or rotary_parts or other_pages"
-    if level != "scalar":  # minutes
+    if level != "scalar":  # takes minutes
         names += " or test_half_precision"
     assert levels.on(level, levels.failures, __file__, names) == ""
 

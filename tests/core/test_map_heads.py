@@ -1,4 +1,4 @@
-"""map_heads: rows times a matrix of their head, against float64, and the same bytes on every level."""
+"""map_heads: rows multiplied by a matrix per head, compared with float64; the same bytes on every level."""
 
 import hashlib
 

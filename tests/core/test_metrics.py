@@ -1,4 +1,4 @@
-"""Error metrics against closed forms, and at their edges."""
+"""Error metrics compared with closed forms, and edge cases."""
 
 import math
 

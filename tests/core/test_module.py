@@ -10,7 +10,7 @@ import pytest
 
 from kvcompress import _C, formats
 
-LEVELS = ("scalar", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon", "dotprod", "i8mm")  # the worst first
+LEVELS = ("scalar", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon", "dotprod", "i8mm")  # worst first
 
 
 def run(code, **env):
@@ -71,7 +71,7 @@ def table(pool=None, **options):
 def test_entries_in_python():
     pool = _C.Pool()
     t = table(pool)
-    t.plan(200)  # the first pages of 64 tokens are sealed, the last stays raw
+    t.plan(200)  # the first pages of 64 tokens are sealed, the last one stays raw
     t.commit()
     entries = t.entries[:, 0, :]
     entries = entries[entries >= 0]
@@ -97,7 +97,7 @@ def test_views_outlive_what_they_show():
     t = table()
     entries, version = t.entries, t.version
     old = entries.copy()
-    t.plan(5000)  # more columns: the array moves
+    t.plan(5000)  # more columns: the array is reallocated
     t.commit()
     assert t.version > version and t.entries.shape[2] > entries.shape[2]
     assert np.array_equal(entries, old)
@@ -163,7 +163,7 @@ def test_format_table():
 
 
 def test_find():
-    """Equal in shape and in bytes; the first of those that are."""
+    """Finds the first array with equal shape and bytes."""
     rows = np.arange(24).reshape(3, 2, 4)
     ones = (rows[1], rows[1] + 1, rows[1, :, :3].copy(), rows[1, 0], rows[1].reshape(4, 2), rows[0] * 0)
     assert [_C.find(rows, x) for x in ones] == [1, -1, -1, -1, -1, -1]

@@ -1,4 +1,4 @@
-"""The torch ops on plain tensors: tracing, errors, and what torch itself checks about an op."""
+"""The torch ops on plain tensors: tracing, errors, and torch's own checks of ops."""
 
 import math
 import os
@@ -27,7 +27,7 @@ def no_handle_stays():
 
 
 def paged(B=1, H=2, P=2, D=32, key=INT8, value=INT8):
-    """Arguments of attend: P sealed pages a row, one open raw page behind them, tables by hand."""
+    """Arguments of attend: P sealed pages per row, followed by one open raw page; handmade tables."""
     k, v = torch.randn(B, H, 64 * P, D), torch.randn(B, H, 64 * P, D)
     pages = ops.pack(k, v, key, value, 64)
     size, open_size = pages.shape[3], formats.page_bytes(RAW, RAW, D)
@@ -131,7 +131,7 @@ def test_opcheck(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_tensor_without_memory_is_refused(name):
-    """On the meta device, in the midst of others: torch then calls what stands for the op when it traces."""
+    """On the meta device, mixed with others: torch then calls the op's fake implementation."""
     for i, x in enumerate(args := CALLS[name]()):
         others = sum(isinstance(y, torch.Tensor) for y in args) > 1
         if isinstance(x, torch.Tensor) and others:
@@ -251,7 +251,7 @@ BAD = {
 def test_bad_arguments(case):
     error, text, changes = BAD[case]
     args = change(**changes)
-    # NaN and Inf are met on the way: then only the open page, which has no token yet, may have been written.
+    # NaN and Inf are found while writing: only the open page, which has no token yet, may have been written.
     kept = formats.page_bytes(RAW, RAW, 32) * -2 if case in ("NaN", "Inf") else None
     before = args[3].clone()
     with pytest.raises(error, match=text):
@@ -277,7 +277,7 @@ def test_bad_reads_say_read(text, change):
 
 
 def test_a_level_that_is_none_is_an_error_in_every_op():
-    """Also where int4 pages, written by hand, are read."""
+    """Also when handmade int4 pages are read."""
     code = """
 import torch
 from kvcompress import formats, ops

@@ -1,4 +1,4 @@
-"""The slab pool, from Python and in C: slots, references, memory that goes back, failures."""
+"""The slab pool, from Python and C: slots, reference counts, returned memory, failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ needs_cc = pytest.mark.skipif(shutil.which(CC) is None, reason="no C compiler")
 
 
 def build(to: Path, *options: str) -> Path:
-    """The harness as a program; pool.c is part of test_pool.c."""
+    """The harness as a program; test_pool.c includes pool.c."""
     command = [CC, *FLAGS, *options, "-iquote", ROOT / "csrc" / "core", *HARNESS, *CORE, "-o", to]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -59,7 +59,7 @@ def build(to: Path, *options: str) -> Path:
 
 
 def run(*command: str) -> None:
-    # The suite itself may run under a sanitizer.
+    # The suite itself may run with a sanitizer.
     env = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=300)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
@@ -85,7 +85,7 @@ def test_core_under_valgrind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, 5 * MIB, 1000 * MIB])
 def test_slots_against_a_dict(keep: int) -> None:
-    """Random alloc, ref, unref, some failing: slots never overlap, counts and sums are a dict's."""
+    """Random alloc, ref, unref, some failing: slots never overlap, and counts and sums match a dict."""
     rng = random.Random(3)
     pool = _C.Pool(192 * MIB, keep)
     live: dict[int, tuple[int, int]] = {}  # offset -> (bytes, references)
@@ -100,7 +100,7 @@ def test_slots_against_a_dict(keep: int) -> None:
                     offset = pool.alloc(size)
                 except MemoryError as error:
                     assert "expected" in str(error) or "out of memory" in str(error)
-                    assert keep or pool.stats() == before  # what was kept may have gone
+                    assert keep or pool.stats() == before  # kept memory may have been returned
                 else:
                     assert offset % 64 == 0 and offset not in live and offset + size <= pool.extent
                     live[offset] = (-(-size // 64) * 64, 1)
@@ -138,7 +138,7 @@ def test_slots_against_a_dict(keep: int) -> None:
 
 
 def test_kept_memory_serves_again() -> None:
-    """No page fault for what was there, none kept beyond what was asked for, and none in the way of other sizes."""
+    """No page faults for kept memory, none kept beyond the limit, and none that blocks other sizes."""
     pool, slot = _C.Pool(64 * MIB, keep_bytes=32 * MIB), 64 * PAGE
 
     def faults(n: int) -> int:
@@ -158,7 +158,7 @@ def test_kept_memory_serves_again() -> None:
     assert 24 * MIB <= pool.stats()["resident"] <= 25 * MIB
     faults(56 * MIB // slot)
     assert pool.stats()["resident"] <= 32 * MIB
-    offset = pool.alloc(60 * MIB)  # what was kept makes way
+    offset = pool.alloc(60 * MIB)  # kept memory is released for it
     assert pool.stats()["slots"] == pool.stats()["slabs"] == 1
     pool.unref(offset)
     assert pool.stats()["resident"] == 0  # more than 32 MiB in one piece
@@ -193,7 +193,7 @@ def test_full_pool_says_so_and_goes_on() -> None:
 def test_small_pool_serves_many_sizes() -> None:
     pool = _C.Pool(8 * MIB)
     for size in (64, 5000, 100_000, 300_000, 500_000, 700_000, 900_000, MIB):
-        pool.alloc(size)  # a unit each: generous slabs are for large pools
+        pool.alloc(size)  # one unit each: large slabs are for large pools
     pool.check()
     assert pool.stats()["slabs"] == 8
 
@@ -210,7 +210,7 @@ def test_arena_keeps_its_place_and_bytes() -> None:
 
 
 def limited(limit: str, code: str) -> Any:
-    """What code prints in a process whose `limit` lies 256 MiB above what it uses already."""
+    """Output of code in a process whose `limit` is 256 MiB above its current use."""
     setup = f"""
 import resource
 from kvcompress import _C
@@ -295,14 +295,14 @@ print("ok")
 @no_limits
 @pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.full)])
 def test_many_live_caches(count: int) -> None:
-    """Within 16 GiB of address space, and a few mappings; what they took serves the next ones."""
+    """Within 16 GiB of address space and a few mappings; released space is reused."""
     done = subprocess.run([sys.executable, "-c", MANY, str(count)], capture_output=True, text=True, check=False)
     assert done.stdout == "ok\n", done.stderr
 
 
 def test_shared_pools_against_a_dict() -> None:
-    """Random slots of pools that come and go in one address space: none overlaps another's, offsets of others are no
-    slots, and all memory goes back."""
+    """Random slots of pools that come and go in one address space: no overlaps, offsets of other pools are rejected,
+    and all memory is returned."""
     rng = random.Random(5)
     pools: list[tuple[Any, dict[int, tuple[int, int]]]] = []
     for step in range(4000):
@@ -348,7 +348,7 @@ def test_shared_pools_against_a_dict() -> None:
 
 @no_limits
 def test_limit_on_address_space_is_shared() -> None:
-    """Half of what the process may have is for pools, and they have it together."""
+    """Pools share half of the process's limit."""
     code = """
 pools = [_C.Pool(shared=True) for _ in range(3)]
 reserved = pools[0].stats()["reserved"]

@@ -1,4 +1,4 @@
-"""What the system says of a pool's memory: it falls when pages are freed."""
+"""The system's view of a pool's memory: it decreases when pages are freed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = resource.getpagesize()
 
 
 def test_memory_goes_back_to_the_system() -> None:
-    """RSS, not our own count, must fall when pages are freed."""
+    """RSS, not our own count, must decrease when pages are freed."""
 
     def rss() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
@@ -38,7 +38,7 @@ def test_memory_goes_back_to_the_system() -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
 @pytest.mark.parametrize("own", [0, 256 << 20])
 def test_page_tables_go_back_too(own: int) -> None:
-    """Where the tables of small pages stay, no huge page fits: the next cache would do without."""
+    """If page tables of small pages remained, the next cache could not use huge pages."""
 
     def tables() -> int:
         return int(Path("/proc/self/status").read_text().split("VmPTE:")[1].split()[0]) << 10

@@ -24,7 +24,8 @@ seeds = st.integers(0, 2**32 - 1)
 
 @st.composite
 def tensors(draw, least=1, multiple=32, largest=6e4):
-    """fp32 [B, H, T, D] of any strides, with rows of every magnitude up to `largest`, zeros, constants, denormals."""
+    """fp32 [B, H, T, D] with random strides, and rows of every magnitude up to `largest`, zeros, constants,
+    denormals."""
     B, H, T = (draw(st.integers(least, n)) for n in (2, 3, 9))
     D = multiple * draw(st.integers(1, 3))
     order, step = draw(st.permutations([0, 1, 2])), draw(st.integers(1, 2))
@@ -37,7 +38,7 @@ def tensors(draw, least=1, multiple=32, largest=6e4):
 @examples
 @given(tensors(), st.sampled_from(pairs()))
 def test_round_trip_is_within_half_a_step(x, pair):
-    """Of the scale that was stored; what its rounding clips is clipped."""
+    """Half a step of the stored scale; values beyond its range are clipped."""
     scheme, granularity = pair
     bits, coding, _ = SCHEMES[scheme]
     q = quantize(torch.from_numpy(x), scheme, granularity)
@@ -54,7 +55,7 @@ def test_round_trip_is_within_half_a_step(x, pair):
     top = {"int": 2 ** (bits - 1) - 1, "uint": 2**bits - 1, "e4m3": 448, "e5m2": 57344, "e2m1": 6}[coding]
     clipped = np.clip(x - zero, 0 if coding == "uint" else -top * step, top * step)
     least, digits, gap = {"e4m3": (2.0**-6, 3, 0), "e5m2": (2.0**-14, 2, 0), "e2m1": (1, 1, 0)}.get(coding, (0, 0, 1))
-    if digits:  # the gap between the levels at each magnitude
+    if digits:  # distance between levels at each magnitude
         magnitude = np.maximum(np.abs(clipped), least * step)
         gap = 2.0 ** (np.floor(np.log2(magnitude / np.where(step > 0, step, 1), where=magnitude > 0,
                                        out=np.zeros_like(magnitude)) + 1e-6) - digits)  # fmt: skip
@@ -63,7 +64,7 @@ def test_round_trip_is_within_half_a_step(x, pair):
     if q.grain.scheme.startswith("fp8") or coding == "int":
         assert (step * top >= np.abs(x) * (1 - 2.0**-10))[
             step > 2.0**-14
-        ].all()  # clipped by the scale's rounding alone
+        ].all()  # clipped only because the scale was rounded
 
 
 @examples
@@ -84,7 +85,7 @@ def test_strides_do_not_change_pages(x, key, value, size):
 
 
 def packed(x, key, value, size):
-    """Pages of x on this process's level, from memory of other strides."""
+    """Pages of x on this process's level, from strided memory."""
     strided = np.empty((x.shape[2], x.shape[1], x.shape[0], x.shape[3] + 5), F).transpose(2, 1, 0, 3)[..., :-5]
     strided[...] = x
     return _C.pack(strided, strided, CODE[key], CODE[value], size).tobytes()
@@ -100,7 +101,7 @@ def test_levels_write_the_same_pages(x, key, value, size):
 @examples
 @given(seeds, st.sampled_from(QUANTIZED), st.sampled_from([16, 32]))
 def test_permuting_tokens_permutes_codes(seed, name, size):
-    """Of K in movable formats, of V in all: a token's code and metadata know nothing of its neighbours."""
+    """For K in movable formats and all V: a token's code and metadata do not depend on other tokens."""
     rng = np.random.default_rng(seed)
     x = extreme_rows(rng, size, 32)
     order = rng.permutation(size)
@@ -116,7 +117,7 @@ def test_permuting_tokens_permutes_codes(seed, name, size):
 
 
 def sealed(kv: PagedKV) -> dict[int, bytes]:
-    """Bytes of every sealed page group that the table names, by entry."""
+    """Bytes of every sealed page group in the table, by entry."""
     arena, entries, _, _ = kv.page_store.views()
     found = {}
     for entry in entries.flatten().tolist():
@@ -169,7 +170,7 @@ def test_crop_inside_the_open_page_is_as_if_never_appended(seed, n, data, option
 
 
 def small_queries(small):
-    """Formats whose attention to queries of this size is not what equal scores give, and to 64 of them."""
+    """Formats whose attention, for queries of this size, differs from that of equal scores; for 64 rows, too."""
     wrong, g = [], torch.Generator().manual_seed(5)
     k, v = torch.randn(2, 1, 1, 128, 64, generator=g)
     for key in (*QUANTIZED, "raw"):
@@ -185,6 +186,7 @@ def small_queries(small):
 
 
 def test_queries_too_small_for_steps_see_all_alike():
-    """1 / step of such a row overflows, and 0 times that was NaN where zero points are added up in steps."""
+    """1 / step of such a row overflows; multiplied by 0 it gave NaN where zero points are summed in units of the
+    step."""
     for small in (1e-25, 1e-36, 1e-40):
         assert levels.on_each(small_queries, small) == {isa: [] for isa in _C.isa_available()}

@@ -1,4 +1,4 @@
-"""kvcompress.quantize and QuantizedTensor: every scheme by every granularity against NumPy, sizes, files, errors."""
+"""kvcompress.quantize and QuantizedTensor: every scheme and granularity compared with NumPy, sizes, files, errors."""
 
 import math
 
@@ -15,7 +15,7 @@ SHAPE = (2, 3, 5, 32)
 
 
 def sample(seed=0, shape=SHAPE):
-    """Rows of every magnitude; group and channel statistics meet them all."""
+    """Rows of every magnitude, which group and channel statistics cover."""
     x = extreme_rows(np.random.default_rng(seed), math.prod(shape[:-1]), shape[-1])
     return x.reshape(shape)
 
@@ -95,7 +95,7 @@ def test_rotated_formats_go_through_their_op(name):
 
 
 def test_a_page_of_kivis_keys_is_int4_by_channel():
-    """As docs/ops.md says: pages as heads of one sequence."""
+    """As in docs/ops.md: pages as heads of one sequence."""
     k = torch.randn(1, 2, 128, 32) + 5
     pages = ops.pack(k, k, CODE["kivi4"], CODE["kivi4"], 64)
     q = quantize(k.reshape(1, 4, 64, 32), "int4_asym", "channel")
@@ -191,7 +191,7 @@ def test_given_scales_are_used_as_they_are_stored():
     tiny, huge = (quantize(x, "int8", "tensor", scale=s).scales.item() for s in (1e-30, 1e30))
     assert tiny == 2.0**-24 and huge == 65504
     assert quantize(x, "nvfp4", scale=1.1).scales.unique().tolist() == [0x39]  # 1.125, the nearest e4m3
-    assert quantize(x, "mxfp4", scale=0.7).scales.unique().tolist() == [126]  # 0.5, downward
+    assert quantize(x, "mxfp4", scale=0.7).scales.unique().tolist() == [126]  # 0.5, rounded down
 
 
 def test_the_second_level_of_nvfp4_reaches_small_and_large_tensors():
@@ -312,7 +312,7 @@ def test_to_changes_what_dequantize_gives():
     x = torch.randn(4, 32) * 1e30
     q = quantize(x, "int8_asym", scale=65504, zero=0)
     half = q.to(torch.float16)
-    assert half.dequantize().dtype == torch.float16 and half.dequantize().max() == 65504  # finite stays finite
+    assert half.dequantize().dtype == torch.float16 and half.dequantize().max() == 65504  # finite values stay finite
     assert half.to(device="cpu").dtype == half.to("cpu").dtype == torch.float16 and q.dtype == torch.float32
     assert q.dequantize(torch.bfloat16).dtype == torch.bfloat16
 

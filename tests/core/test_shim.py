@@ -1,4 +1,4 @@
-"""Our list of libtorch functions against torch's own headers; handles and memory at the border."""
+"""Our declarations of libtorch functions compared with torch's headers; leaks of handles and memory."""
 
 import gc
 import resource
@@ -17,7 +17,7 @@ CSRC = Path(__file__).parents[2] / "csrc" / "torch"
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="the drift test compiles torch's C++ headers: needs g++")
 def test_declarations_equal_torchs(tmp_path):
-    """Every function of the list, as torch declares it, converts to the pointer type that we declare."""
+    """Every function of the list, as declared by torch, converts to the pointer type that we declare."""
     source = tmp_path / "drift.cpp"
     source.write_text(
         """
@@ -38,7 +38,7 @@ void all() { KVC_SHIM_FUNCTIONS(SAME) KVC_CUDA_SHIM_FUNCTIONS(SAME) }
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="the drift test compiles torch's C++ headers: needs g++")
 def test_structs_equal_dlpacks(tmp_path):
-    """Each member that we declare lies where torch's copy of dlpack.h has it."""
+    """Each member that we declare has the same offset in torch's copy of dlpack.h."""
     pairs = {
         ("kvc_dl_tensor", "DLTensor"): "data device_type:device.device_type device_id:device.device_id ndim dtype.code "
         "dtype.bits dtype.lanes shape strides byte_offset",
@@ -63,7 +63,7 @@ def test_structs_equal_dlpacks(tmp_path):
 
 
 def test_a_missing_function_is_named(tmp_path):
-    """Bound to a library without torch's functions: which one, and which torch has it."""
+    """Bound to a library without torch's functions: the error names the function and the torch version that has it."""
     empty = tmp_path / "libempty.so"
     program = tmp_path / "main.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "/dev/null", "-o", str(empty)], check=True)
@@ -84,7 +84,7 @@ def test_binding_again_is_harmless():
 
 
 def test_a_registration_that_failed_does_not_succeed_later():
-    """An op of that name is there already: the import fails, and fails again."""
+    """An op of that name already exists: the import fails, and fails again when repeated."""
     code = """
 import torch
 other = torch.library.Library("kvcompress", "FRAGMENT")
@@ -100,8 +100,8 @@ for _ in range(2):
 
 
 def test_handles_and_memory_stay_flat():
-    """100,000 calls, half of them failing at various depths. What a call loses, every round loses; what the rest of the
-    process does at the time comes and goes."""
+    """100,000 calls, half of them failing at various depths. A leak would grow in every round, unlike other
+    allocations of the process."""
     x, int8 = torch.randn(2, 32), formats.CODES["int8"]
     bad = [x.double(), x[:, :20].contiguous(), x * torch.inf, torch.empty(0, 32)]
 

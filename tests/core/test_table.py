@@ -1,4 +1,4 @@
-"""Page tables against plain lists: what is stored where, in which format, no page lost or shared wrongly."""
+"""Page tables compared with plain lists: slots and formats of tokens, no page lost or wrongly shared."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Machine(RuleBasedStateMachine):
             real = rng.random((B, T)) < 0.8
         before = arrays(pair.table)
 
-        def try_out() -> None:  # the plan that fails, or that is taken back at once
+        def try_out() -> None:  # a plan that fails or is rolled back
             old, seals, now = pair.table.entries.copy(), pair.table.plan(T, real), pair.table.entries
             fills = not len(seals) and np.array_equal(now[now >= 0], old[old >= 0])
             pair.table.rollback()
@@ -145,7 +145,7 @@ def test_what_drop_refuses() -> None:
 
 
 def test_drop_by_chunks_keeps_where_they_begin() -> None:
-    """Also with a sidecar, which stays as long as slots and indices part."""
+    """Also with stored slots, which are kept as long as slots and indices differ."""
     pair = pair_of(sinks=0, page_size=16, key="int4", value="int4")
     pair.append(100)
     assert pair.table.drop(np.array([90]), 32) == 4 and pair.table.rows[0, 0].tolist() == [36, 64]
@@ -181,7 +181,8 @@ def test_recent_keeps_pages_raw() -> None:
     pair.append(15)
     assert kinds(pair.table) == ".ssssrrr"
     pair.append(1)
-    assert kinds(pair.table) == ".ssssrrr"  # a draft could be taken back: what is sealed is left behind before it
+    # a draft could be rolled back: pages that will be far enough back are sealed before it
+    assert kinds(pair.table) == ".ssssrrr"
     pair.append(1)
     assert kinds(pair.table) == ".sssssrrr"
 
@@ -205,7 +206,7 @@ def test_a_page_that_a_long_call_fills_is_sealed_by_it() -> None:
     raw = int(pair.table.entries[0, 0, 1])
     pair.append(5)
     assert kinds(pair.table) == "rr"
-    # The page ends inside the newest 16 tokens: crop stays exact there.
+    # The page ends within the newest 16 tokens: cropping these must be exact.
     assert pair.table.plan(16).tolist() == []
     pair.table.rollback()
     assert pair.table.plan(17).tolist() == [[raw, int(pair.table.entries[0, 0, 1])]]
@@ -218,7 +219,7 @@ def test_a_page_that_a_long_call_fills_is_sealed_by_it() -> None:
     seals = pair.table.plan(40)[:, 0].tolist()
     assert len(seals) == 2 and raw in seals  # shared: one of the two fills a copy
     pair.table.rollback()
-    assert arrays(pair.table) == before  # a cell that changed twice, too
+    assert arrays(pair.table) == before  # including a cell that changed twice
     pair.check()
     pair.append(40)
     assert kinds(pair.table, 0) == kinds(pair.table, 1) == "rsssrr"
@@ -242,7 +243,7 @@ def test_the_copy_of_a_shared_page_is_whole() -> None:
 
 
 def test_crop_then_append_equals_never_appended() -> None:
-    """For drafts of up to a page: same lengths, same formats, same slots, same sidecar (none)."""
+    """For drafts of up to a page: same lengths, formats and slots, and no stored slots."""
     for n, drafts in itertools.product((3, 10, 19, 20, 21, 36, 50, 70), (1, 5, 15, 16)):
         straight, detour = pair_of(), pair_of()
         for pair in (straight, detour):
@@ -267,12 +268,12 @@ def test_crop_into_a_sealed_page_keeps_its_tokens_and_kills_the_rest() -> None:
     assert pair.table.rows[0, 0].tolist() == [4 + 32, 0]  # up to the end of the page
     assert slots_of(pair.table, 0) == [*range(25)] + [-1] * 11
     assert pair.table.stats()["kept"] == 25
-    pair.append(2)  # behind the dead ones
+    pair.append(2)  # after the dead ones
     assert slots_of(pair.table, 0) == [*range(25)] + [-1] * 11 + [25, 26]
     assert kinds(pair.table) == "rssr"
     pair.crop(25)
     assert pair.table.rows[0, 0].tolist() == [4 + 32, 0]
-    pair.crop(4 + 16)  # nothing is dead: the sidecar goes
+    pair.crop(4 + 16)  # no dead tokens: the stored slots are dropped
     assert pair.table.slots.size == 0 and kinds(pair.table) == "rs"
     pair.check()
     pair.crop(0)

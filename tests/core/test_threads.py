@@ -1,4 +1,4 @@
-"""Pool and prefix index shared by threads: the C program of tests/c/test_threads.c, plain and under ThreadSanitizer."""
+"""Pool and prefix index shared by threads: the C program tests/c/test_threads.c, plain and with ThreadSanitizer."""
 
 from __future__ import annotations
 

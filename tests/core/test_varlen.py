@@ -1,5 +1,5 @@
-"""attend_varlen and store_tokens: an engine's blocks, tables and batches, against attention in float64, against what
-`pack` makes, and with everything that can be wrong about them."""
+"""attend_varlen and store_tokens: an engine's blocks, tables and batches, compared with float64 attention and with
+`pack`; and invalid arguments of every kind."""
 
 import math
 
@@ -40,7 +40,7 @@ def reference(q, k, v, *, window=0, softcap=0.0, s_aux=None, scale=None):
 
 
 class Engine:
-    """Sequences in blocks of an engine's own, handed out in random order; every token is remembered."""
+    """Sequences in blocks of an engine, allocated in random order; all tokens are remembered."""
 
     def __init__(self, name, dtype=torch.float32, H=2, G=2, D=32, Dv=None, pages=2, ring=1, blocks=40, window=0,
                  softcap=0.0, sinks=False, page=64):  # fmt: skip
@@ -101,7 +101,7 @@ class Engine:
         return a
 
     def error(self, a):
-        """Largest difference from float64 over what was given, of all sequences."""
+        """Largest difference from float64 attention over the given tokens, over all sequences."""
         worst = 0.0
         for b in range(len(self.table)):
             at = slice(int(a["query_start_loc"][b]), int(a["query_start_loc"][b + 1]))
@@ -151,7 +151,8 @@ def test_raw_is_attention_in_float64(dtype, options):
 @pytest.mark.parametrize("name", IN_PLACE + WHOLE)
 @pytest.mark.parametrize("pages", [1, 3])
 def test_pages_hold_what_pack_makes(name, pages):
-    """Of any cut of the tokens into calls: bytes of sealed pages are those of `pack`, results near those of float64."""
+    """For any split of the tokens into calls, the bytes of sealed pages are those of `pack`, and results are close to
+    float64."""
     torch.manual_seed(1)
     engine = Engine(name, pages=pages, ring=1)
     for _ in range(4):
@@ -164,8 +165,8 @@ def test_pages_hold_what_pack_makes(name, pages):
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int8/int4"])
 def test_random_batches(name):
-    """A worker goes from sequence to sequence: stored pages after own tokens, and the other way, in any order.
-    Scratch memory holds what earlier calls left there: NaN would be the formats of no page."""
+    """A worker processes sequences of all kinds in any order. Scratch memory contains data of earlier calls: NaN there
+    is an invalid format."""
     _C.alloc_poison(False)
     for seed in range(16):
         torch.manual_seed(seed)
@@ -179,7 +180,7 @@ def test_random_batches(name):
 
 @pytest.mark.parametrize("name", ["raw", "int8", "int4", "int8/int4"])
 def test_the_same_as_a_layer_of_its_own(name):
-    """Every sequence as PagedKV has it, to the last bits: calls that end before a second page begins are one pass."""
+    """Bit-identical to PagedKV for each sequence: calls that end before a second page starts are a single pass."""
     torch.manual_seed(2)
     engine = Engine(name, D=64)
     layers = []
@@ -205,7 +206,7 @@ def test_the_same_as_a_layer_of_its_own(name):
 
 @pytest.mark.parametrize("name", ["raw", "int8", "int4", "int2"])
 def test_drafts_that_are_taken_back(name):
-    """Pages seal only what can no longer be rejected: in the end they hold what stayed."""
+    """Only pages that can no longer be rejected are sealed; in the end they hold the accepted tokens."""
     generator = torch.Generator().manual_seed(3)
     engine = Engine(name, ring=2, pages=2)
     for _ in range(3):
@@ -225,7 +226,8 @@ def test_drafts_that_are_taken_back(name):
 @pytest.mark.parametrize("most", [5, 62])
 @pytest.mark.parametrize("name", ["int8", "int4", "kivi4"])
 def test_drafts_sealed_like_all_tokens(name, most):
-    """With two residual pages lengths alone will do: a page that tokens are taken back from is raw again."""
+    """With two residual pages, lengths alone are sufficient: a page from which tokens are rejected becomes raw
+    again."""
     generator = torch.Generator().manual_seed(3)
     engine, again = Engine(name, ring=2, pages=2), 0
     for _ in range(3):

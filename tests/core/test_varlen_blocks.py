@@ -1,4 +1,4 @@
-"""attend_varlen where sealed and residual pages lie in blocks of one pool, as vLLM hands them out."""
+"""attend_varlen with sealed and residual pages in blocks of one pool, as vLLM allocates them."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from kvcompress import ops
 
 
 def step_both(apart, engine):
-    """Three sequences grow alike in both: the same outputs, and engine's pages hold what they should."""
+    """The same three sequences in both engines: equal outputs, and the pages have the expected contents."""
     for _ in range(3):
         apart.open(4), engine.open(4)
     for lengths in ([130, 1, 64], [1, 70, 1], [63, 60, 1]):
@@ -19,7 +19,7 @@ def step_both(apart, engine):
 
 
 def test_sealed_and_raw_pages_in_blocks_of_one_pool():
-    """As vLLM hands them out: block b of the cache and block b of the residual are the same bytes."""
+    """As vLLM allocates them: block b of the cache and block b of the residual are the same bytes."""
     torch.manual_seed(11)
     apart, engine = Engine("int4", pages=8), Engine("int4", pages=8)
     pool = torch.zeros(40, engine.cache.shape[1], dtype=torch.uint8)
@@ -29,7 +29,7 @@ def test_sealed_and_raw_pages_in_blocks_of_one_pool():
 
 
 def test_residual_blocks_of_several_blocks_of_the_cache():
-    """As vLLM names them: one of its blocks is a sequence's residual page, or eight blocks of one page."""
+    """As vLLM addresses them: one of its blocks is a sequence's residual page, or eight blocks of one page each."""
     torch.manual_seed(13)
     apart, engine = Engine("int4", pages=1), Engine("int4", pages=1)
     pool = torch.zeros(40, 8 * engine.shape.page_bytes, dtype=torch.uint8)
@@ -45,14 +45,14 @@ def test_residual_blocks_of_several_blocks_of_the_cache():
         with pytest.raises(ValueError, match="expected a block that is not of the (cache|residual) too"):
             ops.attend_varlen(*a.values())
         assert torch.equal(before, pool)
-    a["block_table"][0, 1] = 24 + span  # behind the residual page of the second sequence
+    a["block_table"][0, 1] = 24 + span  # after the residual page of the second sequence
     ops.attend_varlen(*a.values())
 
 
 @pytest.mark.parametrize("change", ["residual of one, page of another", "its own page", "a page that is only read"])
 @pytest.mark.parametrize("apart", [0, 3, -3])
 def test_a_block_is_of_the_cache_or_of_the_residual(change, apart):
-    """What is written raw must be no sealed page. apart: blocks from the first of one to that of the other."""
+    """A page written raw must not be a sealed page. apart: distance in blocks between the first block of each."""
     torch.manual_seed(12)
     engine = Engine("int4", pages=8)
     pool = torch.zeros(43, engine.cache.shape[1], dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Attention over heads of up to 576 dims, in every format, beside float64 on the stored values."""
+"""Attention for heads of up to 576 dims, in every format, compared with float64 over the stored values."""
 
 import pytest
 from test_attend import BOUND, Store, check, run

@@ -1,10 +1,10 @@
-"""Instructions of the NEON levels' attention kernels a page, counted by qemu-user, against the products that they need:
-`make aarch64-budget`. A page of 64 tokens of 128 dims, four query rows of one KV head (GQA 4), scores and sums; counted
-is all that a second page adds. Products: of bytes, for two limbs of q and of the weights, sdot makes 16 at a time and
-usmmla 32; of fp32 fmla makes 4, of bf16 bfmmla 16. Cycles: of what ran, as one straight run, by llvm-mca's Neoverse V2,
-with pages in L1.
+"""Counts the instructions of the NEON levels' attention kernels per page with qemu-user, and compares them with a
+budget: `make aarch64-budget`.
 
-Exits with 1 where a budget is missed."""
+A page has 64 tokens of 128 dims; there are four query rows per KV head (GQA 4). The count is what a second page adds to
+scores and sums. The budget is derived from the multiply-adds: sdot does 16 byte products and usmmla 32 (for two limbs
+of q and of the weights), fmla 4 of fp32, bfmmla 16 of bf16. Cycles are those of the executed instructions as one
+straight run on llvm-mca's Neoverse V2, with pages in L1. Exits with 1 if a budget is exceeded."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FIRST_MCA = 18
 MACS = 2 * TOKENS * DIM * ROWS  # scores and sums
 BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4, "int2": 2, "raw_bf16": 16}
 FLOATS = ("fp8_e4m3", "raw_bf16")
-AT_ONCE = {"neon": (16, 4), "dotprod": (16, 4), "i8mm": (32, 16)}  # products of bytes, of floats
+AT_ONCE = {"neon": (16, 4), "dotprod": (16, 4), "i8mm": (32, 16)}  # products per instruction of bytes, of floats
 BUDGETS = {"dotprod": {"int8": 1.35, "fp8_e4m3": 1.35}, "i8mm": {"int8": 1.5}}
-GHZ, WANTED_GB = 2.8, 15  # of Neoverse V2 in Graviton4; a core
+GHZ, WANTED_GB = 2.8, 15  # Neoverse V2 in Graviton4, per core
 BRANCHES = ("b", "b.", "cbz", "cbnz", "tbz", "tbnz", "bl", "blr", "br", "ret")
 
 
 def trace(program: str, level: str, name: str, calls: int) -> list[int]:
-    """Addresses of all instructions that ran."""
+    """Addresses of all executed instructions."""
     with tempfile.NamedTemporaryFile("r") as log:
         qemu = ["qemu-aarch64", "-cpu", "max", "-singlestep", "-d", "exec,nochain", "-D", log.name]
         subprocess.run([*qemu, program, level, name, str(calls)], check=True)
@@ -34,7 +34,7 @@ def trace(program: str, level: str, name: str, calls: int) -> list[int]:
 
 
 def listing(program: str) -> tuple[dict[int, str], dict[int, str]]:
-    """{address: instruction}, {address: function that begins there}."""
+    """{address: instruction}, {address: function that starts there}."""
     out = subprocess.run(["aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", program], capture_output=True,
                          text=True, check=True).stdout  # fmt: skip
     code, begins = {}, {}
@@ -48,7 +48,7 @@ def listing(program: str) -> tuple[dict[int, str], dict[int, str]]:
 
 
 def cycles(page: list[str], mca: str) -> float:
-    """Of instructions one after another; branches are predicted, and addresses of data are known."""
+    """Cycles of a sequence of instructions, with perfect branch prediction and known data addresses."""
     straight = [x for x in page if x.split()[0].split(".")[0] not in (*BRANCHES, "adrp", "adr")]
     done = subprocess.run([mca, "-mtriple=aarch64", "-mcpu=neoverse-v2", "-iterations=1", "-all-views=false",
                            "-summary-view"], input="\n".join(straight), capture_output=True, text=True,

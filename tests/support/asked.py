@@ -1,5 +1,5 @@
-"""How much memory a call asks for: all that malloc and its like, and mappings, were asked for in it (asked.c), granted
-or not. Counts where a program runs with `environment()`."""
+"""Measures how much memory a call requests: everything passed to malloc and related functions and to mmap (asked.c),
+whether granted or not. Works in programs started with `environment()`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def environment() -> dict[str, str]:
-    """Of a program whose requests are counted, each object of Python's by itself."""
+    """Environment of a program whose requests are counted, with one allocation per Python object."""
     built = Path(tempfile.mkdtemp(prefix="kvcompress-asked-")) / "asked.so"
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", HERE / "asked.c", "-o", built], check=True)
     paths = os.pathsep.join(x for x in sys.path if x)
@@ -24,12 +24,12 @@ def environment() -> dict[str, str]:
 
 
 def counts() -> bool:
-    """Is this such a program?"""
+    """Whether this process counts requests."""
     return hasattr(ctypes.CDLL(None), "asked_most")
 
 
 def peak(act: Callable[[], Any]) -> tuple[Any, int]:
-    """(what `act` gives, or the exception that it raises; bytes that were asked for at once, above those of before)."""
+    """(result of `act`, or the exception it raises; peak of requested bytes above those before)."""
     library = ctypes.CDLL(None)
     library.asked_live.restype = library.asked_most.restype = ctypes.c_longlong
     before = library.asked_live()

@@ -1,7 +1,6 @@
-"""What ops and calls of a layer or cache ask for, each with its bound in terms of what it is given and gives back.
+"""Memory requests of ops and of calls of a layer or cache, each with a limit in terms of its inputs and outputs.
 
-python tests/support/asked_calls.py    a line a call; ends with 1 where one asks for more
-"""
+python tests/support/asked_calls.py     one line per call; exits with 1 if one exceeds its limit"""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ CONFIG = LlamaConfig(
 KB, MB = 1 << 10, 1 << 20
 OWN = torch.randn(2, 1, H, 1, D)  # K and V of a token
 PROMPT = torch.randn(2, 1, H, 4096, D)
-DENSE = 2 * H * D * 4  # bytes of a token, K and V in float32
+DENSE = 2 * H * D * 4  # bytes per token, K and V in float32
 PAGES = N // 64
-MARKS = 2 * H * 4 * (N // 5 + 2048)  # with a policy: a slot and a score for each head and token of a long call
+MARKS = 2 * H * 4 * (N // 5 + 2048)  # with a policy: a slot and a score per head and token of a long call
 
 
 def size(x: Any) -> int:
-    """Bytes of the tensors in it."""
+    """Total bytes of the tensors in it."""
     if isinstance(x, torch.Tensor):
         return x.nbytes
     return sum(map(size, x)) if isinstance(x, (list, tuple)) else 0
@@ -52,7 +51,7 @@ def cache_of(tokens: int) -> KVCache:
     return cache
 
 
-# name: (made anew, the call, bytes that it may ask for). What is kept of N tokens is no part of a step.
+# name: (setup, call, limit in bytes). The stored tokens do not count for a step.
 LAYERS: dict[str, tuple[Callable[[PagedKV], Any], int]] = {
     "a token": (lambda kv: kv.append(*OWN), 64 * KB),
     "a step of attention": (lambda kv: kv.attend(torch.randn(1, H * G, 1, D), *OWN), 64 * KB),
@@ -68,7 +67,7 @@ LAYERS: dict[str, tuple[Callable[[PagedKV], Any], int]] = {
 }  # fmt: skip
 CACHES: dict[str, tuple[Callable[[KVCache, Path], Any], int]] = {
     "stats": (lambda c, at: (c.stats(), repr(c)), 128 * KB),
-    "save": (lambda c, at: c.save(at / "a.kvc"), 8192 * DENSE // 3 + MB),  # a layer's pages are there twice
+    "save": (lambda c, at: c.save(at / "a.kvc"), 8192 * DENSE // 3 + MB),  # the pages of a layer exist twice
     "suspend": (lambda c, at: c.suspend(), 2 * 8192 * DENSE // 3 + MB),
     "to_dynamic_cache": (lambda c, at: c.to_dynamic_cache(), 3 * 8192 * DENSE + MB),
 }
@@ -87,14 +86,14 @@ def main() -> None:
         failed += over
         print(f"{'MORE' if over else 'fine'}  {what}: {most:,} of {bound(made):,} bytes")
 
-    for name, make in CALLS.items():  # workspace of two threads, and what goes in and comes out
+    for name, make in CALLS.items():  # workspace of two threads, inputs and outputs
         op, args = getattr(torch.ops.kvcompress, name), list(make())
         op(*[x.clone() if isinstance(x, torch.Tensor) else x for x in args])
         line(name, lambda op=op, args=args: op(*args), lambda made, args=args: 4 * (size(args) + size(made)) + 256 * KB)  # type: ignore[misc]
     for key, policy in (("int8", None), ("int4", H2O(1024))):
         first = filled(key, policy)
         for what, (call, most) in LAYERS.items():
-            call(first.clone())  # threads, workspace
+            call(first.clone())  # creates threads and workspace
             twin, rows = first.clone(), 8 if what == "8 beams" else 4 if what == "4,096 tokens" else 1
             bound = most + (rows * MARKS if policy else 0)
             line(

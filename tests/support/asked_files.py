@@ -1,11 +1,11 @@
-"""Sealed files whose numbers are not those that `save` writes, and the memory that they make a process ask for.
+"""Sealed files whose numbers differ from what `save` writes, and the memory that a process requests when it loads
+them.
 
-    python tests/support/asked_files.py TURNS              those that are named, then so many random ones
-    python tests/support/asked_files.py -max_total_time=S  random ones for so long: a fuzz target
+    python tests/support/asked_files.py TURNS                the named ones, then TURNS random ones
+    python tests/support/asked_files.py -max_total_time=S    random ones for S seconds: a fuzz target
 
-Ends with 1 where loading a file, or what is asked of the cache before it gets new tokens, asks for more than four times
-its length and 1 MB, or raises what it should not.
-"""
+Exits with 1 if loading a file, or using the cache before it gets new tokens, requests more than four times the file's
+size plus 1 MB, or raises an unexpected exception."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sources() -> dict[str, Path]:
     return found
 
 
-# ---------------------------------------------------------------- what is wrong with them
+# ---------------------------------------------------------------- defects
 
 
 def as_saved(options: Options, layers: Layers, parts: Parts) -> None:
@@ -86,7 +86,7 @@ def rows_without_bytes(options: Options, layers: Layers, parts: Parts) -> None:
 
 
 def bare_rows(n: int) -> Change:
-    """Rows that bring 24 bytes each, and hold nothing."""
+    """Rows that take 24 bytes each and hold nothing."""
 
     def change(options: Options, layers: Layers, parts: Parts) -> None:
         for i in range(2):
@@ -145,11 +145,11 @@ NAMED = {
 REFUSED = one_page_again_and_again, fixed_for_ever, rows_without_bytes, wide_heads, long_lists, long_text, many_parts
 
 
-# ---------------------------------------------------------------- what they ask for
+# ---------------------------------------------------------------- requests
 
 
 def look(cache: KVCache) -> None:
-    """All that brings no new token, and gives no K or V."""
+    """Calls everything that needs no new token and returns no K or V."""
     cache.stats(), repr(cache), cache.to_dict()
     for layer in cache.layers:
         if layer.is_initialized:
@@ -160,7 +160,7 @@ def look(cache: KVCache) -> None:
 
 
 def attempt(what: str, source: Path, change: Change) -> bool:
-    """Is the file taken? SystemExit where it asks for too much."""
+    """Whether the file is accepted. SystemExit if it requests too much."""
     path = FOLDER / "hostile.kvc"
     edited(source, path, change)
     size = path.stat().st_size
@@ -180,7 +180,7 @@ def attempt(what: str, source: Path, change: Change) -> bool:
 def main() -> None:
     torch.set_num_threads(1)
     saved = sources()
-    KVCache.load(saved["plain"], CONFIG)  # what is made once
+    KVCache.load(saved["plain"], CONFIG)  # initialize what is created only once
     seconds = [int(x.split("=")[1]) for x in sys.argv if x.startswith("-max_total_time=")]
     end, first = (time.time() + seconds[0], int(time.time()) * 100_000) if seconds else (0.0, 0)
     taken = turn = 0

@@ -1,9 +1,10 @@
-"""How numbers become codes, at every boundary: run in tests by `test_cast_policy.py`, and for another kernel level by
+"""Rounding of numbers to codes, at every boundary. Run in tests by `test_cast_policy.py`, and for another kernel level
+by
 
     KVCOMPRESS_ISA=scalar python tests/support/cast_policy.py
 
-Every encoder is met the same way: `rows` [n, 32] fp32 in, codes [n, 32] one a byte and float64 scales out.
-"""
+Every encoder has the same interface here: `rows` [n, 32] fp32 in; codes [n, 32], one per byte, and float64 scales
+out."""
 
 import sys
 from collections.abc import Callable
@@ -52,7 +53,7 @@ ENCODERS: dict[str, Encoder] = {"rows": _rows, "K": _page(True), "V": _page(Fals
 
 
 def boundaries(grid: np.ndarray) -> np.ndarray:
-    """Levels, the midpoints between neighbours (exact in fp32), and the fp32 numbers on both sides of each; +-."""
+    """Levels, the midpoints between neighbours (exact in fp32), and the fp32 numbers next to each, of both signs."""
     ties = ((grid[:-1] + grid[1:]) / 2).astype(F)
     x = np.concatenate((grid.astype(F), ties))
     x = np.concatenate((x, np.nextafter(x, F(0)), np.nextafter(x, F(1e9))))
@@ -60,7 +61,7 @@ def boundaries(grid: np.ndarray) -> np.ndarray:
 
 
 def with_top(x: np.ndarray, top: float, group: int) -> np.ndarray:
-    """Rows whose groups each begin with `top`, so that their scale is 1."""
+    """Rows whose groups each start with `top`, so that their scale is 1."""
     per = D // group * (group - 1)
     n = -(-len(x) // per)
     body = np.resize(x, (n, D // group, group - 1))
@@ -103,14 +104,14 @@ def check_zero_groups_are_exact(encode: Encoder) -> None:
 
 
 def decoded(codes: np.ndarray, meta: np.ndarray, name: str) -> np.ndarray:
-    """float64 values of codes and of scales that are float64 already."""
+    """float64 values of codes with float64 scales."""
     asymmetric, groups = SPEC[name][1] == "uint", D // (SPEC[name][2] or D)
     levels, m = ref_levels(codes, name).reshape(len(codes), groups, -1), meta.reshape(len(codes), groups, -1)
     return (levels * m[:, :, :1] + (m[:, :, 1:2] if asymmetric else 0)).reshape(codes.shape)
 
 
 def check_scales_that_underflow_and_denormals(encode: Encoder) -> None:
-    """No scale is 0 or below the least one, though a subnormal one may clip; float16 subnormals are numbers."""
+    """No scale is 0 or below the smallest one, though a subnormal scale may clip; float16 subnormals are valid."""
     sizes = F(2.0) ** np.arange(-149, -13, dtype=F)
     half = np.resize(np.arange(1, 1024, dtype=np.uint16).view(np.float16), (32, D)).astype(F)
     for name in PER_ROW:
@@ -141,7 +142,8 @@ def check_constant_groups(encode: Encoder) -> None:
 
 
 def check_one_outlier(encode: Encoder) -> None:
-    """1e30 takes the row's scale to its end; what it hides is 0, nothing is Inf or NaN, other rows do not notice."""
+    """1e30 saturates the row's scale; the other elements become 0, nothing is Inf or NaN, and other rows are
+    unaffected."""
     x = np.random.default_rng(0).standard_normal((64, D)).astype(F)
     calm = x.copy()
     x[5, 7], x[9, 0] = 1e30, -1e30
@@ -154,11 +156,11 @@ def check_one_outlier(encode: Encoder) -> None:
         assert np.isfinite(near).all() and near[5].argmax() == 7 and near[5, 7] >= 2688, name
         if SPEC[name][1] in ("int", "e4m3", "e5m2"):
             assert meta[5] == meta[9] == 65504 and near[9, 0] == -near[5, 7]
-            assert (np.abs(near[5, 8:]) <= 2.5).all()  # e5m2 alone still has codes for them
+            assert (np.abs(near[5, 8:]) <= 2.5).all()  # only e5m2 still has codes for them
 
 
 def check_all_codes_decode() -> None:
-    """All 256 codes, through rows, standalone and (the finite ones) pages of both sides."""
+    """All 256 codes decode, through rows, standalone, and (the finite ones) pages of both sides."""
     every = np.arange(256, dtype=np.uint8).reshape(8, D)
     for name, finite in (("fp8_e4m3", 0x7E), ("fp8_e5m2", 0x7B)):
         e, m, bias = (4, 3, 7) if name == "fp8_e4m3" else (5, 2, 15)

@@ -1,4 +1,4 @@
-"""The stored formats written a second time, from their formulas and from page.h's text, in NumPy."""
+"""An independent NumPy implementation of the stored formats, from their formulas and the comments in page.h."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ FORMATS = {f["name"]: f for f in _C.formats()}
 CODE = {name: f["code"] for name, f in FORMATS.items()}
 F = np.float32
 
-# name: (bits, coding, dims of a group (0: all), what K's metadata is over), written down once more on purpose
+# name: (bits, coding, group size in dims (0: all), statistics of K's metadata); duplicated on purpose
 SPEC = {
     "raw_f32": (32, "raw", 0, "token"),
     "raw_f16": (16, "raw", 0, "token"),
@@ -35,30 +35,30 @@ QUANTIZED = tuple(name for name in SPEC if not name.startswith("raw"))
 
 
 def meta_dtype(name: str) -> type:
-    """Of an element of the metadata."""
+    """Dtype of an element of the metadata."""
     return np.uint8 if SPEC[name][1] == "e2m1" else np.float16
 
 
 def planes(name: str, D: int) -> int:
-    """Elements of metadata of a token (on the V side)."""
+    """Metadata elements per token (on the V side)."""
     _, coding, group, _ = SPEC[name]
     return (D // group if group else 1) * (2 if coding == "uint" else 1)
 
 
 def float_table(exponent: int, mantissa: int, bias: int) -> np.ndarray:
-    """float64 magnitudes of the codes of a small float, from the definition."""
+    """float64 magnitudes of the codes of a small float, by definition."""
     c = np.arange(2 ** (exponent + mantissa))
     e, m = c >> mantissa, (c & (2**mantissa - 1)) / 2.0**mantissa
     return np.where(e == 0, m * 2.0 ** (1 - bias), (1 + m) * 2.0 ** (e - float(bias)))
 
 
 LLOYD = {4: (6, 18, 31, 44, 58, 75, 96, 127)}  # and their negatives
-E5M2 = float_table(5, 2, 15)[:0x7C]  # the rest is Inf and NaN
+E5M2 = float_table(5, 2, 15)[:0x7C]  # the other codes are Inf and NaN
 E2M1 = float_table(2, 1, 1)
 
 
 def e4m3_table() -> np.ndarray:
-    """float64 value of each of the 256 codes, from the definition (OCP E4M3: bias 7, 0x7f is NaN)."""
+    """float64 values of the 256 codes, by definition (OCP E4M3: bias 7, 0x7f is NaN)."""
     c = np.arange(256)
     e, m = c >> 3 & 15, (c & 7).astype(float)
     value = np.where(e == 0, m / 8 * 2.0**-6, (1 + m / 8) * 2.0 ** (e - 7.0))
@@ -69,7 +69,7 @@ TABLE = e4m3_table()
 
 
 def nearest(x: np.ndarray, grid: np.ndarray, sign: int) -> np.ndarray:
-    """Nearest code of `grid` to each |fp32|, ties to the even code, saturating; `sign` is set where x has one."""
+    """Nearest code of `grid` to each |fp32|, ties to the even code, saturating; `sign` is set if x is negative."""
     a = np.minimum(np.abs(x.astype(np.float64)), grid[-1])
     high = np.searchsorted(grid, a).clip(0, len(grid) - 1)
     low = np.maximum(high - 1, 0)
@@ -83,12 +83,12 @@ def ref_e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def ref_scale(x: np.ndarray) -> np.ndarray:
-    """fp32 to the fp16 that is stored: never Inf, never 0."""
+    """fp32 to the stored fp16: never Inf or 0."""
     return np.maximum(np.minimum(x, F(65504)).astype(np.float16), np.float16(2.0**-24))
 
 
 def tree_sum(x: np.ndarray) -> np.ndarray:
-    """fp32 [n, D] -> [n]: 16 lane-strided partials, then the tree."""
+    """fp32 [n, D] -> [n]: 16 lane-strided partial sums, then a tree."""
     p = np.zeros((len(x), 16), F)
     for i in range(0, x.shape[1], 16):
         p = p + x[:, i : i + 16]
@@ -98,7 +98,7 @@ def tree_sum(x: np.ndarray) -> np.ndarray:
 
 
 def ref_rotate(x: np.ndarray) -> np.ndarray:
-    """Blocks of the largest power of two that divides D."""
+    """Hadamard transform in blocks of the largest power of two that divides D."""
     D = x.shape[1]
     block = D & -D
     y = x.reshape(-1, block)
@@ -110,12 +110,12 @@ def ref_rotate(x: np.ndarray) -> np.ndarray:
     return (y * F(1 / np.sqrt(block))).reshape(x.shape)
 
 
-FINE = 21 / 64  # step of the 4-bit codes of "spread", over that of those of 2
+FINE = 21 / 64  # step of the 4-bit codes of "spread", relative to that of the 2-bit codes
 
 
 def ref_spread(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`ref_group` of digits: 4 bits for the first quarter of the dims, 2 for the next half, the rest has none; the low
-    digits lie where the rest does."""
+    """`ref_group` for cal2: 4 bits for the first quarter of the dims, 2 for the next half, none for the rest, whose
+    places hold the low digits."""
     D = x.shape[1]
     used = D - D // 4
     bits = np.where(np.arange(D) < D // 4, 4, 2)[:used]
@@ -135,19 +135,19 @@ def ref_spread(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ref_nearest_levels(y: np.ndarray, coding: str, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rotated rows in steps: levels (fp32), and codes less half of them."""
+    """Rotated rows in units of the step: levels (fp32), and codes minus half their number."""
     half = 2 ** (bits - 1)
     if coding == "mid":
         q = np.clip(np.floor(y), -half, half - 1)
         return q + F(0.5), q
     grid = np.array([-v for v in LLOYD[bits][::-1]] + list(LLOYD[bits]), F)
-    at = np.searchsorted((grid[half + 1 :] + grid[half:-1]) / 2, np.abs(y))  # ties towards 0
+    at = np.searchsorted((grid[half + 1 :] + grid[half:-1]) / 2, np.abs(y))  # ties toward 0
     at = np.where(y < 0, half - 1 - at, half + at)
     return grid[at], at - half
 
 
 def ref_group(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """fp32 [n, D], each row one group -> codes uint8 [n, D], metadata [n, 1 or 2]; every step in fp32."""
+    """fp32 [n, D], one group per row -> codes uint8 [n, D], metadata [n, 1 or 2]. Every step in fp32."""
     bits, coding, group, _ = SPEC[name]
     if coding == "spread":
         return ref_spread(x)
@@ -171,7 +171,7 @@ def ref_group(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
             num, den = np.where(better, more, num), np.where(better, total, den)
             q = np.where(better[:, None], at, q)
         gain = num / den
-        if newer:  # the row is as long along itself as it was
+        if newer:  # preserves the row's projection onto itself
             gain = np.minimum(tree_sum(z * z) / np.where(zero, F(1), num), F(1.125) * gain)
         scales = ref_scale(gain * a)
         codes, none = (q + half).astype(np.uint8), half
@@ -212,14 +212,14 @@ def ref_group(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ref_quantize(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """fp32 [n, D] -> codes uint8 [n, D] (one a byte), metadata [n, planes]."""
+    """fp32 [n, D] -> codes uint8 [n, D] (one per byte), metadata [n, planes]."""
     group = SPEC[name][2] or x.shape[1]
     codes, meta = ref_group(x.reshape(-1, group), name)
     return codes.reshape(x.shape), meta.reshape(len(x), -1)
 
 
 def unpack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Rows of packed codes to one code a byte: byte j holds dims j, D*bits/8 + j, .., lowest bits first."""
+    """Packed codes to one code per byte: byte j holds dims j, D*bits/8 + j, .., lowest bits first."""
     if bits == 8:
         return codes
     if bits == 3:  # rows of 2 bits, then of 1
@@ -229,7 +229,7 @@ def unpack(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def meta_values(meta: np.ndarray, name: str) -> np.ndarray:
-    """float64 of stored metadata."""
+    """float64 values of stored metadata."""
     if SPEC[name][1] != "e2m1":
         return meta.view(np.float16).astype(np.float64)
     return TABLE[meta] if SPEC[name][2] == 16 else 2.0 ** (meta.astype(np.float64) - 127)
@@ -250,7 +250,7 @@ def ref_levels(codes: np.ndarray, name: str) -> np.ndarray:
 
 
 def ref_values(codes: np.ndarray, meta: np.ndarray, name: str) -> np.ndarray:
-    """float64 values of codes [n, D] (one a byte) with their metadata [n, planes], without centroid."""
+    """float64 values of codes [n, D] (one per byte) with metadata [n, planes], without the centroid."""
     _, coding, group, _ = SPEC[name]
     n, D = codes.shape
     m = meta_values(meta, name).reshape(n, D // (group or D), -1)
@@ -274,7 +274,7 @@ def ref_channels(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def extreme_rows(rng: np.random.Generator, n: int, D: int) -> np.ndarray:
-    """fp32 rows of every magnitude, some with outliers, zeros, denormals, constants."""
+    """fp32 rows of every magnitude, including outliers, zeros, denormals and constants."""
     x = rng.standard_normal((n, D)) * 2.0 ** rng.integers(-60, 100, (n, 1))
     x[::7] *= 2.0 ** rng.integers(-30, 5, (len(x[::7]), D))
     x[1::11, rng.integers(D)] = 1e30
@@ -287,7 +287,7 @@ def extreme_rows(rng: np.random.Generator, n: int, D: int) -> np.ndarray:
 
 
 def page_fields(page: np.ndarray, key: str, value: str, dims: tuple[int, int], size: int) -> list[np.ndarray]:
-    """Elements [size, D] (codes, raw bits) of K and of V, metadata of K and of V (bytes), by page.h."""
+    """Codes or raw bits [size, D] of K and V, and their metadata bytes, by page.h."""
     tiles, metas, at = [], [], 0
     for name, D, is_key in ((key, dims[0], True), (value, dims[1], False)):
         bits = SPEC[name][0]
@@ -319,10 +319,11 @@ def page_fields(page: np.ndarray, key: str, value: str, dims: tuple[int, int], s
 
 
 def three_bits(section: np.ndarray, D: int, is_key: bool) -> np.ndarray:
-    """Codes [size, D] of tiles of 3 bits: each a tile of the low 2, and half as many bytes with the high ones."""
+    """Codes [size, D] of tiles of 3 bits: a tile of the low 2 bits, followed by half as many bytes with the high
+    bits."""
     tiles = section.reshape(-1, 6 * D)
     low, high = tiles[:, : 4 * D], tiles[:, 4 * D :]
-    high = np.concatenate((high & 0x55, high >> 1 & 0x55), 1)  # as a tile of 2 bits would have them
+    high = np.concatenate((high & 0x55, high >> 1 & 0x55), 1)  # as a tile of 2-bit codes would have them
     out = np.empty((len(tiles), 16, D), np.uint32)
     for t in range(16):
         for d in range(D):
@@ -349,7 +350,7 @@ def ref_side(x: np.ndarray, name: str, is_key: bool) -> tuple[np.ndarray, np.nda
     if keys == "channel":
         codes, meta = ref_channels(x, name)
         return codes, np.ascontiguousarray(meta).view(np.uint8).ravel()
-    if keys == "centred":  # by the mean, tokens ascending, as stored
+    if keys == "centred":  # subtract the mean as stored, summed over tokens in ascending order
         total = np.zeros(x.shape[1], F)
         for row in x:
             total = total + row

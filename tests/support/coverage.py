@@ -1,6 +1,6 @@
-"""Lines and branches of csrc/core that the C harness and the fuzz corpora reach, by gcov without optimization: `make
-coverage`. Kernels of one instruction set have lines to reach but no branches: most of theirs are constants of templates
-(always inlined functions), of which no instance can take both ways; amx runs on CPUs that have it."""
+"""Lines and branches of csrc/core covered by the C harness and the fuzz corpora, by gcov without optimization: `make
+coverage`. For kernels of one instruction set, lines are counted but not branches: most branch on template constants
+(always inlined functions), so that no instance can take both directions. amx is included only on CPUs that have it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuzz import C_TARGETS, HERE, inputs  # noqa: E402
 from record import record  # noqa: E402
 
 OUT = ROOT / "build" / "coverage"
-# What the CPU must have; of avxvnni see tests/c/Makefile.
+# required CPU features; for avxvnni see tests/c/Makefile
 LEVELS = {"avx2": "avx2", "avxvnni": "avx512_vnni", "avx512": "avx512f", "avx512bf16": "avx512_bf16"}
 OPTIONS = "OPTIONS=-O0 --coverage -fprofile-update=atomic"
 

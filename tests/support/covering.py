@@ -1,9 +1,9 @@
-"""Rows in which every few values that go together stand together. covertable makes the pairs of the composition matrix
-in seconds; for triples it looks at each of them for every value of a row, and had not made a row in 7 minutes.
+"""Covering arrays: rows in which every combination of `strength` compatible values occurs.
 
-A greedy construction (AETG; Cohen, Dalal, Fredman, Patton, "The AETG system", IEEE TSE 23, 1997): a row begins with
-values that are still due, then each axis takes the value that covers most of what is due; the best of a few rows stays.
-"""
+covertable generates the pairs of the composition matrix in seconds, but for triples it did not finish a row in 7
+minutes. This is a greedy construction (AETG; Cohen, Dalal, Fredman, Patton, "The AETG system", IEEE TSE 23, 1997): a
+row starts with values that are not covered yet, then each axis takes the value that covers most uncovered combinations;
+the best of several candidate rows is kept."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Row = dict[str, str]
 
 
 def rows(axes: dict[str, list[str]], strength: int, possible: Callable[[Row], bool], tries: int = 4) -> list[Row]:
-    """Always the same ones. possible: of a part of a row; False must stay False whatever is added."""
+    """Deterministic. possible: predicate on a partial row; once False, it must stay False whatever is added."""
     names, chance = list(axes), random.Random(strength)
     counts = [len(values) for values in axes.values()]
     groups = list(itertools.combinations(range(len(names)), strength))
     sizes = [int(np.prod([counts[i] for i in group])) for group in groups]
     starts = np.concatenate([[0], np.cumsum(sizes)])
-    # A tuple of values has one place in `due`: its group's start, and the values as digits of a mixed radix.
+    # A combination has one index in `due`: the start of its group, plus the values as digits of a mixed radix number.
     digits = np.array([[int(np.prod([counts[j] for j in g[n + 1 :]])) for n in range(strength)] for g in groups])
     due, tuples = np.zeros(starts[-1], bool), []
     for group, start in zip(groups, starts, strict=False):
         for at, values in enumerate(itertools.product(*(range(counts[i]) for i in group)), start):
             tuples.append((group, values))
             due[at] = possible({names[i]: axes[names[i]][v] for i, v in zip(group, values, strict=True)})
-    with_axis = []  # for each axis: its groups' starts, the others' indices and digits, its own digit
+    with_axis = []  # for each axis: starts of its groups, indices and digits of the other axes, its own digit
     for axis in range(len(names)):
         own = np.array([axis in g for g in groups])
         table = np.array(groups)[own]
@@ -41,7 +41,7 @@ def rows(axes: dict[str, list[str]], strength: int, possible: Callable[[Row], bo
         )
 
     def complete(row: np.ndarray, left: list[int]) -> bool:
-        """Gives the axes of `left` values; False where it meets an axis of which no value goes with what is there."""
+        """Yields the axes with `left` values; False if an axis has no value that is compatible with the row so far."""
         for axis in left:
             start, others, digit, own = with_axis[axis]
             known = (row[others] >= 0).all(1)

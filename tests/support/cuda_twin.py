@@ -1,10 +1,10 @@
-"""The CUDA sources compiled for the host (tests/cuda_host/), and their launchers with the signatures of kvcompress.ops.
+"""The CUDA sources compiled for the host (tests/cuda_host/), and their launchers with the signatures of
+kvcompress.ops.
 
-KVCOMPRESS_TWIN_SANITIZE=1 builds with ASan and UBSan (start Python with libasan preloaded).
-KVCOMPRESS_TEST_DEVICE=cuda: the same calls go to kvcompress/libkvcompress_cuda.so and a GPU instead; tensors are
-copied there and back. KVCOMPRESS_TEST_UNWRITTEN=1: results and workspace start as nobody wrote them, for a sanitizer
-that finds reads of such; otherwise with bytes that show.
-"""
+KVCOMPRESS_TWIN_SANITIZE=1 builds with ASan and UBSan (start Python with libasan preloaded). With
+KVCOMPRESS_TEST_DEVICE=cuda the same calls go to kvcompress/libkvcompress_cuda.so and a GPU; tensors are copied there
+and back. With KVCOMPRESS_TEST_UNWRITTEN=1 results and workspace start uninitialized, for sanitizers that detect such
+reads; otherwise they are filled with a recognizable pattern."""
 
 import ctypes
 import fcntl
@@ -102,7 +102,7 @@ class StoreArgs(Structure):
 
 
 def _build() -> Path:
-    """The shared library, built anew when a source has changed; one process at a time."""
+    """Builds the shared library if a source has changed; one process at a time."""
     sources = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), *sorted((ROOT / "tests/cuda_host").glob("*.cu"))]
     read = [*sources, *(ROOT / "csrc/cuda").glob("*h"), *(ROOT / "csrc/core").rglob("*.[hd]*"),
             *(ROOT / "tests/cuda_host").glob("*.h")]  # fmt: skip
@@ -175,13 +175,13 @@ def _tokens(x) -> Dense:
 
 
 def _spans(tensors) -> list[tuple[int, int]]:
-    """(address, bytes) of each."""
+    """(address, bytes) of each tensor."""
     return [(x.data_ptr(), x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize)
             for x in tensors if x is not None and x.numel()]  # fmt: skip
 
 
 class Guarded:
-    """A tensor between guards that must stay as they are."""
+    """A tensor between guard bytes that must not change."""
 
     def __init__(self, shape, dtype, fill=0xAB):
         size = torch.empty(0, dtype=dtype).itemsize
@@ -197,15 +197,16 @@ class Guarded:
         self.tensor = self.bytes[start : self.end].view(dtype).view(shape)
 
     def check(self):
-        """The tensor, where tests want it."""
+        """The tensor on the device of the tests."""
         assert bool((self.bytes[: self.start] == self.fill).all()) and bool((self.bytes[self.end :] == self.fill).all())
         return self.tensor.cpu()
 
 
 class Twin:
-    """Flags of the last call in `flags`. formats, processors, shared: as in kvc_cuda. order: of warps and lanes (0
-    ascending, 1 descending, else the seed of a random one). launcher: who runs kernels in the twin's place, with
-    `memory`: (address, bytes) of all that the call may touch. counters: words that calls find 0, and must leave so."""
+    """Flags of the last call are in `flags`. formats, processors, shared: as in kvc_cuda. order: execution order of
+    warps and lanes (0 ascending, 1 descending, otherwise the seed of a random one). launcher: runs kernels instead
+    of the twin, with `memory`: (address, bytes) of everything that the call may access. counters: words that are 0
+    before and after each call."""
 
     def __init__(self, formats=0, processors=2, order=2026, launcher=None, shared=228 << 10, counters=0):
         self.launcher, self.memory = launcher, []
@@ -213,14 +214,14 @@ class Twin:
         self.formats, self.processors, self.shared, self.order, self.flags = formats, processors, shared, order, 0
 
     def _prepare(self):
-        """What only the twin has: a GPU's library has no such functions."""
+        """Functions that only the twin's library has."""
         if hasattr(library(), "twin_set_order"):
             library().twin_set_order(c_uint32(self.order))
             library().twin_set_stream(c_void_p(STREAM))
             library().twin_set_launcher(self.launcher)
 
     def copied(self):
-        """Bytes that kernels brought to shared memory by asynchronous copies since the last time; None on a GPU."""
+        """Bytes that kernels copied to shared memory asynchronously since the last call; None on a GPU."""
         return library().twin_copied() if hasattr(library(), "twin_copied") else None
 
     def _on(self, flags, formats=0, seen=None, counters=None):
@@ -240,7 +241,7 @@ class Twin:
         return [None if x is None else x.to(DEVICE) for x in tensors]
 
     def take(self, flags):
-        """What was in `flags`, as one step takes it."""
+        """Atomically fetches and clears the flags."""
         (flags,) = self._there(flags)
         found = Guarded((1,), torch.int32)
         on = self._on(flags)
@@ -272,7 +273,7 @@ class Twin:
         return result
 
     def attend_step(self, *args):
-        """The last argument: counters of this call's in place of the twin's."""
+        """The last argument overrides the twin's counters for this call."""
         kept, self.counters = self.counters, self._there(args[-1])[0]
         try:
             return self.attend(*args[:-1])
@@ -281,8 +282,8 @@ class Twin:
 
     def record(self, q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale,
                softcap, mass_width=0, formats=0, lse=None):  # fmt: skip
-        """A call as a CUDA graph keeps it, on tensors where kernels run: () -> (out, lse, mass), which finds all that
-        the call read and wrote at the same addresses in every run."""
+        """A call as captured in a CUDA graph, on tensors of the device: () -> (out, lse, accumulated attention). Every
+        run finds all inputs and outputs at the same addresses."""
         B, Hq, Tq, _ = q.shape
         at = seen.to(DEVICE) if isinstance(seen, torch.Tensor) else None
         H, T, Dv = k.shape[1], k.shape[2], v.shape[3]
@@ -320,7 +321,7 @@ class Twin:
     def record_varlen(self, q, k, v, cache, block_table, residual, residual_table, query_start_loc, seq_lens,
                       sealed_lens, draft_lens, s_aux, out, lse, flags, formats, block_size, residual_size, page_size,
                       window, scale, softcap, max_query_len=0):  # fmt: skip
-        """`ops.attend_varlen` as a CUDA graph keeps it: () runs it on the tensors as they are then."""
+        """`ops.attend_varlen` as captured in a CUDA graph: () runs it on the current contents of the tensors."""
         raw = DTYPES[k.dtype] << 8 | DTYPES[k.dtype]
         a = VarlenArgs(
             _blocks(cache, formats, block_size, page_size, block_table),

@@ -1,5 +1,5 @@
-"""Policies as their papers write them: float64, dense, one row without pads, a mask instead of eviction. Shares no code
-with the package."""
+"""Policies as in their papers: float64, dense, a single row without padding, a mask instead of eviction. Shares no
+code with the package."""
 
 import math
 
@@ -9,7 +9,7 @@ PAGE = 16
 
 
 def slow_attention(store, q, scale, window=0, softcap=0.0):
-    """What `kvcompress.eviction.eviction.accumulated_attention` gives, from the keys that are read back."""
+    """Reference of `kvcompress.eviction.eviction.accumulated_attention`, computed from decoded keys."""
     evict = store.eviction
     B, Hq, T, _ = q.shape
     K = evict.read()[0].double()
@@ -28,7 +28,7 @@ def slow_attention(store, q, scale, window=0, softcap=0.0):
 
 
 class Row:
-    """One sequence. rule(row) -> per head the positions to keep, of row.kept."""
+    """One sequence. rule(row) returns for each head the positions to keep, out of row.kept."""
 
     def __init__(self, H, G, rule, limit, slack=PAGE):
         self.H, self.G, self.rule, self.limit, self.slack = H, G, rule, limit, slack
@@ -39,7 +39,7 @@ class Row:
         self.decay = 0.99
 
     def weights(self, last):
-        """Attention of the last queries over what is kept: [H, G, last, n]."""
+        """Attention of the last queries to the kept tokens: [H, G, last, n]."""
         mask = torch.zeros(self.H, self.n, dtype=torch.bool)
         for h, kept in enumerate(self.kept):
             mask[h, kept] = True
@@ -50,7 +50,7 @@ class Row:
         return s.masked_fill(~(mask[:, None, None] & causal), -math.inf).softmax(-1)
 
     def call(self, q, k, v):
-        """q [Hq, T, D], k, v [H, T, D]: attends, then evicts; out [Hq, T, D]."""
+        """Attends with q [Hq, T, D], k, v [H, T, D], then evicts; returns out [Hq, T, D]."""
         q, k, v = q.double(), k.double(), v.double()
         T = k.shape[1]
         if self.K is None:
@@ -71,7 +71,7 @@ class Row:
 
 
 def best(row, score, budget, sinks=0, recent=0, shared=False):
-    """Per head the `budget` best: sinks and recent first, then by score; ties to the younger."""
+    """The `budget` best of each head: sinks and recent tokens first, then by score; ties to the younger."""
     if shared:
         score = score.mean(0, keepdim=True).expand_as(score)
     result = []
@@ -147,7 +147,7 @@ def rkv(budget, window, kernel, weight, similar):
             unit = row.K[h, kept] / row.K[h, kept].norm(dim=-1, keepdim=True)
             cos = unit @ unit.T
             mean = torch.zeros(len(kept), dtype=torch.float64)
-            for j in range(len(kept)):  # tokens that are like key j are redundant, but for the youngest of them
+            for j in range(len(kept)):  # tokens similar to key j are redundant, except the youngest of them
                 like = [a for a in range(len(kept)) if a != j and cos[a, j] > similar]
                 for i in like[:-1]:
                     mean[i] += cos[i, j] / len(kept)
@@ -173,7 +173,7 @@ def adakv(budget, floor, score_of, sinks=0, recent=0):
 
 
 def expected(budget, queries, future, sinks=4, epsilon=0.0, theta=10000.0):
-    """Each query by itself, as complex numbers, instead of moments: E over queries of (q.k)^2 is k'Cov k."""
+    """Evaluates each query with complex numbers instead of moments: E over queries of (q.k)^2 is k' Cov k."""
 
     def rule(row):
         score = torch.zeros(row.H, row.n, dtype=torch.float64)

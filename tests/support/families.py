@@ -1,4 +1,4 @@
-"""Every family of models that the product test runs: a tiny random one of each, fp32, eval mode, fixed seed."""
+"""The model families of the product test: a tiny random model of each, fp32, eval mode, fixed seed."""
 
 from functools import lru_cache
 
@@ -50,7 +50,8 @@ CONFIGS = {
         **some(num_hidden_layers=6), sliding_window=WINDOW, global_head_dim=64, vocab_size_per_layer_input=96,
         hidden_size_per_layer_input=16, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 3,
     ),
-    "gemma4_k_eq_v": lambda: hf.Gemma4TextConfig(  # as the large ones: no layers share, global layers have K as V
+    # as in the large models: layers share nothing, global layers use K as V
+    "gemma4_k_eq_v": lambda: hf.Gemma4TextConfig(
         **some(num_hidden_layers=4), sliding_window=WINDOW, global_head_dim=64, hidden_size_per_layer_input=0,
         num_kv_shared_layers=0, attention_k_eq_v=True, num_global_key_value_heads=1,
         layer_types=["sliding_attention", "full_attention"] * 2,
@@ -67,13 +68,13 @@ CONFIGS = {
     "peft": models.CONFIGS["llama"],
     "quantized_weights": models.CONFIGS["qwen3"],
 }  # fmt: skip
-NO_CROP = ("linear",)  # states of linear attention cannot be taken back, by transformers' caches neither
-NO_ROWS = ("linear", "conv")  # whose states transformers' caches cannot select by row; ours can
-ROUTED = ("moe", "llama4", "deepseek_v3", "gpt_oss")  # in half precision a rounding sends few tokens to other experts
+NO_CROP = ("linear",)  # states of linear attention cannot be rolled back, in transformers' caches neither
+NO_ROWS = ("linear", "conv")  # families whose states transformers' caches cannot select by row; ours can
+ROUTED = ("moe", "llama4", "deepseek_v3", "gpt_oss")  # in half precision, rounding changes the routing of a few tokens
 
 
 def with_adapter(model):
-    """A LoRA adapter, as PEFT puts it into the model in place."""
+    """A LoRA adapter applied by PEFT."""
     import peft
 
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
@@ -81,7 +82,7 @@ def with_adapter(model):
 
 
 class Int8Linear(torch.nn.Module):
-    """A linear layer that keeps 8-bit weights and a scale a row, as weight-only quantizers put it in place."""
+    """A linear layer with 8-bit weights and a scale per row, as weight-only quantizers make it."""
 
     def __init__(self, linear):
         super().__init__()
@@ -106,7 +107,7 @@ def with_int8_weights(model):
 
 @lru_cache
 def family(name):
-    """The model `name`; one object a name, so set the attention that a test needs."""
+    """The model `name`. Cached per name, so set the attention that a test needs."""
     if name in models.CONFIGS:
         return models.model(name)
     config = CONFIGS[name]()

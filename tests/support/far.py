@@ -1,6 +1,6 @@
-"""A device of the tests. Inside `Far()` tensors on `FAR` hold data: it lies in the host's memory, but is another
-device's to all who ask. No operation takes it together with the host's tensors, and the host reads it by copies, which
-are counted: what a GPU would refuse is refused here, without one. KVCOMPRESS_TEST_DEVICE=cuda: FAR is a GPU."""
+"""An emulated device. Inside `Far()`, tensors on `FAR` are stored in host memory but report another device. Operations
+that mix them with host tensors are refused, and reads by the host are explicit copies, which are counted: errors
+that a GPU would raise are raised here without one. With KVCOMPRESS_TEST_DEVICE=cuda, FAR is a GPU."""
 
 import torch
 from cuda_twin import DEVICE
@@ -9,13 +9,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 FAR = torch.device("meta" if DEVICE == "cpu" else "cuda:0")
 _aten = torch.ops.aten
-_INDEXED = (_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default)  # an index may be the host's
+_INDEXED = (_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default)  # indices may be on the host
 _EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
 _WAITS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default)
 
 
 class FarTensor(torch.Tensor):
-    """`near` holds the data."""
+    """`near` is the host tensor with the data."""
 
     near: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -36,13 +36,13 @@ class FarTensor(torch.Tensor):
 
 
 def near(x):
-    """What a FarTensor holds; anything else as it is."""
+    """The host tensor of a FarTensor; other values unchanged."""
     return x.near if isinstance(x, FarTensor) else x
 
 
 class Far(TorchDispatchMode):
-    """While it is on, there is such a device. waits: how often the host has waited for it: for what it reads, and for
-    what it writes but as non_blocking. copies: where the host's memory lies that was copied there."""
+    """Emulates the device while active. waits: number of host synchronizations: reads, and writes except non_blocking.
+    copies: host addresses of data copied to the device."""
 
     def __init__(self):
         super().__init__()
@@ -51,11 +51,11 @@ class Far(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:  # in inference mode they come whole
+            with self:  # not decomposed in inference mode
                 return func.decompose(*args, **kwargs)
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         other = next((type(x) for x in leaves if type(x) not in (torch.Tensor, torch.nn.Parameter, FarTensor)), None)
-        if other:  # the package's own, whose insides may lie there
+        if other:  # functions of the package may use device tensors internally
             with self:
                 return other.__torch_dispatch__(func, types, args, kwargs)
         far = {id(x.near): x for x in leaves if isinstance(x, FarTensor)}
@@ -79,10 +79,10 @@ class Far(TorchDispatchMode):
             if mixed and (far or to == FAR):
                 raise RuntimeError(f"{func}: expected all tensors on one device, got {FAR} and {mixed[0].device}")
         args, kwargs = tree_map(near, (args, kwargs))
-        if func is _aten.histc.default:  # of integers, which CUDA has and the host has not
+        if func is _aten.histc.default:  # for integers: supported by CUDA, but not by the host
             args = (args[0].float(), *args[1:])
         result = func(*args, **kwargs)
-        if func in _EMPTY:  # as conftest.py has it in the pool
+        if func in _EMPTY:  # as conftest.py initializes pools
             result.fill_(torch.nan if result.dtype.is_floating_point else 255 if result.dtype == torch.uint8 else -1)
 
         def wrap(x):

@@ -1,4 +1,4 @@
-"""FAR (far.py) with our kernels: the CUDA sources compiled for the host, or a GPU's own."""
+"""FAR (far.py) with our kernels: the CUDA sources compiled for the host, or those of a GPU."""
 
 import contextlib
 import copy
@@ -15,11 +15,11 @@ from kvcompress.hf import backend, latent
 from kvcompress.offload.tiers import CopyThread
 from kvcompress.store import pools
 
-TENSOR = torch.tensor  # which asks no mode
+TENSOR = torch.tensor  # saved: it ignores the mode
 
 
 def far_op(op):
-    """A launcher of the twin as an op of FAR: all tensors lie there."""
+    """A launcher of the twin as an op of FAR; all tensors are there."""
 
     def call(*args):
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
@@ -32,9 +32,9 @@ def far_op(op):
 
 @contextlib.contextmanager
 def a_device():
-    """FAR, with our kernels."""
+    """FAR with our kernels."""
     if FAR.type == "cuda":
-        yield Far()  # which counts nothing
+        yield Far()  # without counting
         return
     twin, found = Twin(), {"flags": 0}
     with contextlib.ExitStack() as patches:
@@ -70,7 +70,7 @@ def a_device():
 
 
 def cross(module, *calls):
-    """Puts the module on FAR; `calls` of it take tensors of the host there, and give such back."""
+    """Moves the module to FAR. The methods `calls` take host tensors, move them there, and return host tensors."""
     for part in module.modules():
         for kind in (part._parameters, part._buffers):
             kind.update({name: x.detach().to(FAR) for name, x in kind.items() if x is not None})
@@ -97,7 +97,7 @@ def there(m):
 
 
 def spread(m):
-    """A copy of the model whose layers of odd numbers lie on FAR, the rest on the host."""
+    """A copy of the model with odd layers on FAR and the others on the host."""
     made = copy.deepcopy(m)
     for layer in made.get_decoder().layers[1::2]:
         cross(layer, "forward")
@@ -105,7 +105,7 @@ def spread(m):
 
 
 class FarCopyThread(CopyThread):
-    """Copies to and from FAR in a thread, where the device must be made known again."""
+    """Copies to and from FAR in a thread, in which the device must be registered again."""
 
     def start(self, job):
         def there():
@@ -117,7 +117,7 @@ class FarCopyThread(CopyThread):
 
 @contextlib.contextmanager
 def arena_of(store):
-    """The bytes of a layer's pages, uint8 [n], to read and to write, wherever they lie."""
+    """The bytes of a layer's pages, uint8 [n], readable and writable, on any device."""
     if not store.page_store.mirror:
         yield store.page_store.pool.arena
         return

@@ -1,4 +1,4 @@
-"""What the tests of faults share: the n-th allocation fails, for every n; and how often anything was made to fail."""
+"""Shared by the tests of faults: makes the n-th allocation fail, for every n, and counts injected failures."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ def every_failing_allocation(
     most: int = 400,
     quiet: int = 0,
 ) -> int:
-    """act(make()) with its n-th allocation failing, for every n: MemoryError and nothing else; `look` is what it was;
-    then act() succeeds and follow() gives what it gives without a fault. Returns how many allocations there were.
-
-    quiet: for an act that may do without some of its memory: it is tried for n up to that, and no error is as good.
-    """
+    """Runs act(make()) with its n-th allocation failing, for every n: it must raise MemoryError and leave `look`
+    unchanged; then act() must succeed and follow() give the same result as without a fault. Returns the number of
+    allocations. quiet: for an act that can work without some of its memory: n goes up to that, and success is
+    accepted."""
     thing = make()
     act(thing)
     want = follow(thing)
@@ -34,7 +33,7 @@ def every_failing_allocation(
         _C.alloc_fail_at(n)
         try:
             act(thing)
-        except (MemoryError, RuntimeError) as error:  # torch.ops know one kind of exception
+        except (MemoryError, RuntimeError) as error:  # torch.ops raise only this type
             raised = True
             assert isinstance(error, MemoryError) or str(error).startswith("kvcompress.MemoryError"), error
             assert "memory" in str(error) or "full" in str(error), str(error)

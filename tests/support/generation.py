@@ -1,4 +1,4 @@
-"""What the tests of the cache share: generate, logits of a forced text, DynamicCache as reference."""
+"""Shared by the tests of the cache: generate, logits of a forced text, DynamicCache as reference."""
 
 from functools import lru_cache
 
@@ -10,7 +10,7 @@ from kvcompress import KVCache, enable
 
 PAGE = 16
 IMPLEMENTATIONS = ("kvcompress", "sdpa", "eager")
-SPLIT = [50, 1, 1, 23, 1, 40, 1]  # calls of a teacher-forced run, over page borders
+SPLIT = [50, 1, 1, 23, 1, 40, 1]  # lengths of the calls of a teacher-forced run, across page boundaries
 
 
 def select(m, implementation):

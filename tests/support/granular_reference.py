@@ -1,4 +1,5 @@
-"""Quantization by any granularity, a second time: NumPy reductions over named axes. Stored values only, no packing."""
+"""Quantization with any granularity, reimplemented as NumPy reductions over named axes. Stored values only, no
+packing."""
 
 import numpy as np
 from codec_reference import E2M1, E5M2, TABLE, F, nearest, ref_e4m3, ref_scale
@@ -30,13 +31,13 @@ AXES = {
 
 
 def dims_of(granularity: str, D: int) -> int:
-    """Dims of the last axis."""
+    """Number of dims of the last axis."""
     kind, _, number = granularity.partition(":")
     return {"channel": 1, "group": int(number or 1)}.get(kind, D)
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Every scheme with every granularity that it takes."""
+    """Every scheme with every granularity that it supports."""
     every = ("tensor", "head", "token", "token_head", "channel", "group:8", "group:32")
     return [(s, g) for s, (_, _, own) in SCHEMES.items() for g in ((f"group:{own}",) if own else every)]
 
@@ -44,10 +45,8 @@ def pairs() -> list[tuple[str, str]]:
 def ref_quantize_by(
     x: np.ndarray, scheme: str, granularity: str, factor: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
-    """fp32 x [B, H, T, D] -> codes uint8 [B, H, T, D], stored scales and zero points, float64 values.
-
-    Scales have the shape [B or 1, H or 1, T or 1, groups]. Every step that rounds is fp32 or fp16, as in the rule.
-    """
+    """fp32 x [B, H, T, D] -> codes uint8 [B, H, T, D], stored scales and zero points, float64 values. Scales have the
+    shape [B or 1, H or 1, T or 1, groups]. Every rounding step is fp32 or fp16, as specified."""
     bits, coding, group = SCHEMES[scheme]
     n, axes = dims_of(granularity, x.shape[3]), AXES[granularity.partition(":")[0]]
     y = x.reshape(*x.shape[:3], -1, n)
@@ -96,7 +95,7 @@ def ref_quantize_by(
 
 
 def ref_pack(codes: np.ndarray, bits: int, packing: str) -> np.ndarray:
-    """Codes one a byte [..., D] to the bytes that are stored, bit by bit from the definition."""
+    """Codes, one per byte [..., D], to the stored bytes, bit by bit from the definition."""
     if bits == 8:
         return codes
     D = codes.shape[-1]

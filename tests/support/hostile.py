@@ -1,10 +1,9 @@
-"""Random calls of the ops that no caller should make: arguments that share memory with each other and with the arena,
-index arrays that are right line by line and impossible together, and such that another thread changes during the
-call. They are refused or answered; they never read or write out of bounds (run under ASan: `make asan`, `make fuzz`),
-and the arena's neighbours keep their bytes.
+"""Random invalid calls of the ops: arguments that share memory with each other and with the arena, index arrays whose
+entries are valid individually but not together, and arrays that another thread changes during the call. They must
+be rejected or answered, without accesses out of bounds (run under ASan: `make asan`, `make fuzz`), and the memory
+around the arena must not change.
 
-    python tests/support/hostile.py aliasing|together|changing -max_total_time=SECONDS
-"""
+    python tests/support/hostile.py aliasing|together|changing -max_total_time=SECONDS"""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ GUARD = 4096
 
 
 def written(name: str) -> list[int]:
-    """Tensor arguments that the op writes, as its schema says."""
+    """Tensor arguments that the op writes, by its schema."""
     arguments = getattr(torch.ops.kvcompress, name).default._schema.arguments
     return [i for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write]
 
 
 def attempt(name: str, args: list[Any]) -> bool:
-    """True if the op took it. Any other answer than a ValueError or a TypeError is the tests' to see."""
+    """True if the op accepted it. Exceptions other than ValueError and TypeError propagate."""
     try:
         getattr(torch.ops.kvcompress, name)(*args)
     except RuntimeError as error:
@@ -43,7 +42,7 @@ def attempt(name: str, args: list[Any]) -> bool:
 
 
 def moved(x: torch.Tensor, home: torch.Tensor, at: int) -> torch.Tensor:
-    """x as a view of `home` (uint8, 1-D) from byte `at` on, with its bytes there; strides are lost."""
+    """x as a view of `home` (uint8, 1-D) at byte `at`, with its contents copied there; strides are not kept."""
     flat = x.contiguous()
     view = home[at : at + flat.numel() * flat.element_size()].view(flat.dtype).view(flat.shape)
     view.copy_(flat)
@@ -51,7 +50,7 @@ def moved(x: torch.Tensor, home: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def arena_in_guards(arena: torch.Tensor, extra: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the whole, the arena in it with `extra` bytes more); the guards hold 0x5a."""
+    """(whole block, the arena within it with `extra` more bytes); the guards contain 0x5a."""
     whole = torch.full((2 * GUARD + len(arena) + extra,), 0x5A, dtype=torch.uint8)
     inside = whole[GUARD : GUARD + len(arena) + extra]
     inside[: len(arena)] = arena
@@ -59,7 +58,7 @@ def arena_in_guards(arena: torch.Tensor, extra: int) -> tuple[torch.Tensor, torc
 
 
 def aliasing(rng: np.random.Generator) -> Call:
-    """A right call, some of whose tensors lie in one block of memory with others, at any distance."""
+    """A valid call with some tensors moved into one block of memory with others, at random distances."""
     name = str(rng.choice(list(CALLS)))
     args = list(CALLS[name]())
     tensors = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.numel() and x.device.type == "cpu"]
@@ -76,7 +75,7 @@ def aliasing(rng: np.random.Generator) -> Call:
 
 
 def entries(rng: np.random.Generator, heads: int, dim: int, page: int, size: int, n: int) -> list[int]:
-    """Entries whose pages lie within `size` bytes: each is right; pages may share bytes, formats may differ."""
+    """Entries whose pages are within `size` bytes. Each is valid; pages may overlap, formats may differ."""
     found = []
     while len(found) < n:
         key, value = (formats.CODES[str(x)] for x in rng.choice(NAMES, 2))
@@ -92,7 +91,7 @@ def entries(rng: np.random.Generator, heads: int, dim: int, page: int, size: int
 
 
 def together(rng: np.random.Generator) -> Call:
-    """compact, attend, read, score_tokens or an engine's ops with indices that are right one by one."""
+    """compact, attend, read, score_tokens or an engine's ops with indices that are valid individually."""
     if rng.random() < 0.4:
         return engine(rng)
     heads, dim, page = int(rng.choice([1, 2])), int(rng.choice([32, 64, 256])), int(rng.choice([16, 32]))
@@ -135,7 +134,7 @@ def together(rng: np.random.Generator) -> Call:
 
 
 def engine(rng: np.random.Generator) -> Call:
-    """attend_varlen or store_tokens: blocks and lengths that are mostly in range, and what they make together."""
+    """attend_varlen or store_tokens with random combinations of blocks and lengths that are mostly in range."""
     heads, dim, page, pages = (int(rng.choice(x)) for x in ([1, 2], [32, 64], [16, 64], [1, 2]))
     name = str(rng.choice(NAMES)) if rng.random() < 0.8 else "int8"
     name = "raw" if name.startswith("raw") else name
@@ -172,8 +171,8 @@ def engine(rng: np.random.Generator) -> Call:
 
 
 class Changing:
-    """A thread that writes wrong numbers over integer arrays, and the right ones again, until it is left: by copies
-    that numpy does without the interpreter's lock, each over and over to the same place."""
+    """A thread that repeatedly overwrites integer arrays with wrong values and restores them, by NumPy copies that run
+    without the GIL."""
 
     def __init__(self, pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
         self.copies, self.over = [], False
@@ -187,7 +186,7 @@ class Changing:
 
     @classmethod
     def of(cls, name: str, args: list[Any], rng: np.random.Generator) -> Changing:
-        """All that the op only reads."""
+        """All tensors that the op only reads."""
         kept, kinds, pairs = written(name), (torch.int32, torch.int64), []
         for i, x in enumerate(args):
             if i not in kept and isinstance(x, torch.Tensor) and x.dtype in kinds and 0 < x.numel() < 4096:
@@ -225,7 +224,7 @@ KINDS: dict[str, Callable[[np.random.Generator], Call]] = {
 
 
 def one(kind: str, seed: int) -> bool:
-    """A call of this kind, between guards; True if it was taken."""
+    """One call of this kind, between guards; True if it was accepted."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     name, args = KINDS[kind](rng)
@@ -246,10 +245,10 @@ def one(kind: str, seed: int) -> bool:
     return taken
 
 
-if __name__ == "__main__":  # a fuzz target: seconds as libFuzzer takes them, its count at the end
+if __name__ == "__main__":  # a fuzz target: takes seconds like libFuzzer, prints its count at the end
     begin, seconds = time.time(), next(int(x.split("=")[1]) for x in sys.argv if x.startswith("-max_total_time="))
     calls = taken = 0
     while time.time() < begin + seconds:
-        taken += one(sys.argv[1], int(begin) * 100_000 + calls)  # other calls every time
+        taken += one(sys.argv[1], int(begin) * 100_000 + calls)  # different calls in each run
         calls += 1
     print(f"{taken} of them were taken\nstat::number_of_executed_units: {calls}")

@@ -1,4 +1,4 @@
-"""`.kvc` files whose seal is right and whose numbers are not: what whoever can write a file can make of it."""
+"""`.kvc` files with a valid seal and invalid numbers, as anyone who can write a file can make them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Change = Callable[[Options, Layers, Parts], None]
 
 
 def part(dtype: str, shape: tuple[int, ...], data: bytes = b"") -> save_load.Part:
-    """A tensor of a file that need not have the bytes that its shape wants."""
+    """A tensor of a file, which may have fewer bytes than its shape requires."""
     raw = np.frombuffer(data, np.uint8)
     return save_load.Part(dtype, shape, len(raw), lambda: raw)
 
 
 def edited(source: Path, path: Path, change: Change) -> None:
-    """`source` written to `path` with `change(options, layers, parts)` made, and a seal that fits."""
+    """Writes `source` to `path` with `change(options, layers, parts)` applied, and a valid seal."""
     reader = save_load.Reader(source)
     options, layers, about = reader.options, reader.layers, dict(reader.about)
     parts: Parts = {name: save_load.Part.of(x) for name, x in reader.parts.items()}
@@ -49,7 +49,7 @@ def leaves(x: Any) -> list[tuple[Any, Any]]:
 
 
 def drawn(rng: np.random.Generator) -> Change:
-    """A few numbers that are others, a shape that brings no bytes, an array of large numbers, a list that is long."""
+    """Random edits: some numbers changed, a shape without data, an array of large numbers, a long list."""
 
     def change(options: Options, layers: Layers, parts: Parts) -> None:
         for _ in range(int(rng.integers(1, 4))):

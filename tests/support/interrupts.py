@@ -1,5 +1,5 @@
-"""Ctrl-C at the n-th place of a call: where Python looks for signals, after a call has come back and at the beginning
-of a function."""
+"""Raises KeyboardInterrupt at the n-th point of a call where Python checks for signals: after a call returns, and at
+the start of a function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @functools.cache
 def _places(code: CodeType) -> frozenset[int]:
-    """Offsets of instructions that follow a call, and the first one of a line that begins the function."""
+    """Offsets of instructions that follow a call, and of the first instruction of a function."""
     found, before = set(), "RESUME"
     for instruction in dis.get_instructions(code):
         if "CALL" in before or before == "RESUME":
@@ -25,8 +25,8 @@ def _places(code: CodeType) -> frozenset[int]:
 
 
 def interrupted(act: Callable[[Any], Any], argument: Any, at: int, files: Sequence[str]) -> tuple[int, bool]:
-    """Calls act(argument); raises KeyboardInterrupt at place `at` (from 1 on; 0: nowhere) of code in files whose path
-    begins with one of `files`. Returns how many places were passed, and whether the exception came through."""
+    """Calls act(argument) and raises KeyboardInterrupt at point `at` (from 1; 0: nowhere) in code of files whose path
+    starts with one of `files`. Returns the number of points passed, and whether the exception propagated."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -43,7 +43,7 @@ def interrupted(act: Callable[[Any], Any], argument: Any, at: int, files: Sequen
         return trace
 
     before = sys.gettrace()
-    gc.disable()  # what others have left behind ends elsewhere
+    gc.disable()  # so that garbage of other tests is not collected here
     sys.settrace(trace)
     try:
         act(argument)

@@ -1,4 +1,5 @@
-"""Kernel levels, of which a process has one: a process for each, which stays for all tests of a worker."""
+"""Runs code on other kernel levels. A process has a single level, so there is one process per level, reused by all
+tests of a worker."""
 
 from __future__ import annotations
 
@@ -29,18 +30,18 @@ def process(level: str) -> ProcessPoolExecutor:
 
 
 def on(level: str, call: Callable[..., Any], *args: Any) -> Any:
-    """What call(*args) gives on a level; a function of a module, with arguments that can be pickled."""
+    """The result of call(*args) on a level; a function of a module, with picklable arguments."""
     return process(level).submit(call, *args).result()
 
 
 def on_each(call: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """The same on each level of this CPU."""
+    """The result on each level of this CPU."""
     jobs = {level: process(level).submit(call, *args) for level in _C.isa_available()}
     return {level: job.result() for level, job in jobs.items()}
 
 
 def failures(file: str, names: str) -> str:
-    """What pytest says of the tests of a file, if not all passed; `names` as after -k."""
+    """pytest's output for the tests of a file if not all pass; `names` as after -k."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", file, "-k", names])

@@ -1,7 +1,7 @@
-"""Random lives of layers, and the bytes that they store: the same on every kernel level.
+"""Random sequences of operations on layers, and digests of the bytes that they store, which must be equal on every
+kernel level.
 
-KVCOMPRESS_ISA=avx2 python tests/support/life.py FIRST LAST    a line a life: its seed, and a digest after each step
-"""
+    KVCOMPRESS_ISA=avx2 python tests/support/life.py FIRST LAST    a line per seed, with a digest after each step"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADS = 2
 
 
 def digest(kv: PagedKV) -> str:
-    """Of all that the layer stores: pages, and which token lies where."""
+    """Digest of everything that the layer stores: pages, and the slots of tokens."""
     arrays, pieces = serialize.survey(kv.page_store)
     found = hashlib.sha256(serialize.gather(kv.page_store, pieces)[0])
     for x in (arrays.entries, arrays.rows, arrays.slots):
@@ -29,7 +29,7 @@ def digest(kv: PagedKV) -> str:
 
 
 def life(seed: int, steps: int = 12) -> list[str]:
-    """Appends, attention, crops, rows that are chosen, copies that part, tokens that go: what is stored after each."""
+    """Appends, attention, crops, row selection, copies, evictions; yields a digest after each."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     dim, dtype = int(rng.choice([32, 64, 128])), (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
     key, value = str(rng.choice(NAMES)), str(rng.choice(NAMES))
@@ -56,7 +56,7 @@ def life(seed: int, steps: int = 12) -> list[str]:
             found.append(digest(twin))
         elif kv.batch:
             keep = torch.from_numpy(rng.random((kv.batch, HEADS, kv.seen)) < 0.7)
-            keep |= (kv.real().cumsum(1) <= kv.sinks)[:, None]  # they stay
+            keep |= (kv.real().cumsum(1) <= kv.sinks)[:, None]  # sinks stay
             kv.evict(keep)
         found.append(digest(kv))
     return found

@@ -1,11 +1,10 @@
-"""The composition matrix: what may be combined, rows that cover it, and a run of one row beside `matrix_reference`.
+"""The composition matrix: compatible features, rows that cover them, and a run of a row against `matrix_reference`.
 
-    KVCOMPRESS_ISA=avx2 python tests/support/matrix.py 2     # the rows of pairs (3: of triples) of a level
+    KVCOMPRESS_ISA=avx2 python tests/support/matrix.py 2 # the rows of pairs (3: of triples) of a level
 
-An axis is a feature of the cache, a row a value of each. `RULES` are the combinations that are refused; all others must
-work. `run(row)` feeds a cache of two layers as a model does (update, mask, attention function), and after every call
-compares what it gives with float64 attention over what the reference reads out of the page's bytes.
-"""
+An axis is a feature of the cache; a row has a value of each. `RULES` lists the rejected combinations; all others must
+work. `run(row)` drives a cache of two layers as a model does (update, mask, attention function) and after every call
+compares the results with float64 attention over what the reference decodes from the pages' bytes."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def prompt_length(row: Row) -> int:
 def policy_of(row: Row) -> Any:
     if row.policy == "none":
         return None
-    # A prefix with evicted tokens is not shared: there it begins to evict with the answer.
+    # A prefix with evicted tokens cannot be shared, so eviction starts with the answer.
     n, slack = (prompt_length(row) + 3, 3) if row.prefix == "hit" else (40, 7)
     made = POLICIES[row.policy](n, slack)
     if row.positions == "cache":
@@ -77,11 +76,11 @@ def options_of(row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------- feeding it
+# ---------------------------------------------------------------- driving it
 
 
 class Driver:
-    """A cache beside its reference. Tokens tell K and V: equal prefixes have equal pages."""
+    """A cache and its reference. K and V are functions of the tokens: equal prefixes have equal pages."""
 
     def __init__(self, row: Row, folder: Path, level: str | None = None) -> None:
         self.row, self.folder, self.config = row, folder, config_of(row)
@@ -112,7 +111,7 @@ class Driver:
         return x[..., : self.Dk].contiguous(), x[..., self.Dk :].contiguous()
 
     def masks(self, cache: KVCache, tokens: torch.Tensor, mask: torch.Tensor | None) -> dict[int, Any]:
-        """The mask of each layer, as models make them."""
+        """The mask of each layer, as models create them."""
         made = {}
         for layer in range(LAYERS):
             kind = ["full", self.row.layer][layer == 0]
@@ -128,9 +127,9 @@ class Driver:
         return made
 
     def call(self, cache: KVCache, model: Model, tokens: torch.Tensor, own: torch.Tensor | None = None) -> None:
-        """A forward pass: own is bool [B, T], False at pads. Compares everything."""
+        """A forward pass: own is bool [B, T], False at padding. Compares everything."""
         start, T = model.seen, tokens.shape[1]
-        if model.drafts:  # what the last call has put off, without what was rejected of it
+        if model.drafts:  # deferred work of the last call, without rejected drafts
             for layer in cache.layers:
                 layer.get_mask_sizes(1)
             model.end(cache)
@@ -142,7 +141,7 @@ class Driver:
         shared, after = cache.forward_pass, {}
 
         def done() -> None:
-            """Between attention and what follows it: evictions, pages that leave."""
+            """Everything after attention: evictions, and pages that are offloaded."""
             after[shared.at] = model.lines(shared.at, cache.layers[shared.at])
             type(shared).done(shared)
 
@@ -163,10 +162,10 @@ class Driver:
         del shared.done
         model.end(cache)
 
-    # ------------------------------------------------------------------ where pages wait
+    # ------------------------------------------------------------------ offloaded pages
 
     def rest(self, cache: KVCache) -> KVCache:
-        """What the row's tier does between calls."""
+        """Actions of the row's tier between calls."""
         if self.row.tier == "suspended":
             cache.suspend(self.folder / "waiting.kvc" if self.generator.initial_seed() % 2 else None)
             cache.resume()
@@ -183,8 +182,8 @@ class Driver:
         return cache
 
     def opened(self) -> tuple[KVCache, Model, torch.Tensor]:
-        """(the cache, its reference, the prompt that is left)."""
-        rows = 1 if self.row.policy != "none" and self.row.attention == "sdpa" else 2  # a batch wants our attention
+        """(the cache, its reference, the remaining prompt)."""
+        rows = 1 if self.row.policy != "none" and self.row.attention == "sdpa" else 2  # a batch requires our attention
         prompt, model = self.tokens(rows, prompt_length(self.row)), Model(self.spec, LAYERS, rows, self.kinds())
         options = options_of(self.row)
         if self.row.prefix == "none":
@@ -277,7 +276,7 @@ class Driver:
 
 
 def run(row: Row) -> None:
-    """Runs a row; AssertionError where it differs from the reference. On the level of this process."""
+    """Runs a row on this process's kernel level; AssertionError if it differs from the reference."""
     assert row.level == _C.isa()
     device = a_device() if row.device == "cuda" else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as folder, device:
@@ -285,8 +284,8 @@ def run(row: Row) -> None:
 
 
 def refuse(row: Row, where: str) -> None:
-    """Does what a refused combination does until it is said no to: making the cache, its prefix ("new", "prefix"); only
-    where the combination is not known before, when drafts are announced ("record") or at the first call ("call")."""
+    """Performs a rejected combination up to the point where it must fail: creating the cache, its prefix ("new",
+    "prefix"), or, if the combination is only known later, announcing drafts ("record") or the first call ("call")."""
     if where == "prefix":
         PrefixCache(config_of(row), **options_of(row))
     else:
@@ -300,7 +299,7 @@ def refuse(row: Row, where: str) -> None:
             )
 
 
-# ---------------------------------------------------------------- all of them
+# ---------------------------------------------------------------- running all rows
 
 
 @contextlib.contextmanager
@@ -314,7 +313,7 @@ def one_thread() -> Iterator[None]:
 
 
 def run_all(chosen: list[Row]) -> dict[str, str]:
-    """{row as text: "" or what went wrong} of the rows of this process's level."""
+    """{row as text: "" or the failure} for the rows of this process's level."""
     found = {}
     with one_thread():
         for row in chosen:
@@ -327,7 +326,7 @@ def run_all(chosen: list[Row]) -> dict[str, str]:
 
 
 def run_level(level: str, strength: int) -> dict[str, str]:
-    """`run_all` of the rows of a level, in a process of its own."""
+    """`run_all` for the rows of a level, in a separate process."""
     done = subprocess.run(
         [sys.executable, __file__, str(strength)], env={**os.environ, "KVCOMPRESS_ISA": level}, capture_output=True,
         text=True, check=False,
@@ -338,5 +337,5 @@ def run_level(level: str, strength: int) -> dict[str, str]:
 
 
 if __name__ == "__main__":  # the rows of this level
-    warnings.simplefilter("ignore")  # of K that a format breaks
+    warnings.simplefilter("ignore")  # about K that does not suit a format
     print(json.dumps(run_all([row for row in rows(int(sys.argv[1])) if row.level == _C.isa()])))

@@ -1,5 +1,5 @@
-"""What the bytes of a layer's pages say, by the text of page.h and `codec_reference`, for the matrix' reference. Shares
-no code with the package, of which it only takes the table's arrays."""
+"""Decodes a layer's pages by page.h and `codec_reference`, for the reference of the matrix. Shares no code with the
+package and only takes the table's arrays from it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def decoded(page: bytes, formats: tuple[str, str], dims: tuple[int, int], size: 
 
 
 class Line:
-    """What one head of one row holds: by stored token its slot, K, V, and the formats of its page."""
+    """One head of a row: for each stored token its slot, K, V, and the formats of its page."""
 
     def __init__(
         self, slots: list[int], k: list[np.ndarray], v: list[np.ndarray], kinds: list[tuple[str, str]], full: list[bool]
@@ -83,11 +83,11 @@ class Line:
         self.k = torch.from_numpy(np.stack([k[i] for i in order])) if slots else torch.zeros(0)
         self.v = torch.from_numpy(np.stack([v[i] for i in order])) if slots else torch.zeros(0)
         self.kinds = [kinds[i] for i in order]
-        self.full = [full[i] for i in order]  # no token is missing at the end of its page
+        self.full = [full[i] for i in order]  # whether its page is full
 
 
 def lines_of(store: Any) -> list[list[Line]]:
-    """[B][H of the store]: everything that the layer's pages hold, from their bytes."""
+    """[B][H of the store]: the contents of the layer's pages, decoded from their bytes."""
     table, P, sinks = store.page_store.table, store.page_size, store.sinks
     dims = (store.head_dim + store.page_store.fill[0], store.value_dim + store.page_store.fill[1])
     found: list[list[Line]] = []
@@ -130,7 +130,7 @@ def lines_of(store: Any) -> list[list[Line]]:
 
 
 def poison(paged: Any) -> None:
-    """NaN in all slots of open pages that no token is in; new pages are NaN already (conftest)."""
+    """Fills all places of open pages that hold no token with NaN; new pages are NaN already (conftest)."""
     if not paged.is_initialized:
         return
     with arena_of(paged.store) as arena:
@@ -149,7 +149,7 @@ def poison_in(arena: np.ndarray, store: Any) -> None:
                 continue
             at, name = (entry >> 16) * 64, NAMES[entry & 255]
             if store.page_store.pool.refs(at) > 1:
-                continue  # another row may have more tokens there
+                continue  # another row may have more tokens in this page
             many = _C.page_bytes(entry >> 8 & 255, entry & 255, *dims, size)
             for h in range(store.num_kv_heads if len(lines) == 1 else 1):
                 begin = at + h * many

@@ -1,8 +1,6 @@
-"""The slow reference of the matrix: which tokens a layer must hold, what its bytes say, and attention in float64.
-
-Pages are read by `matrix_pages`; policies are counted after from their definitions. Shares no code with the package,
-of which it only takes the table's arrays.
-"""
+"""The slow reference of the matrix: the tokens that a layer must hold, the contents of its pages, and attention in
+float64. Pages are decoded by `matrix_pages`; policies are recomputed from their definitions. Shares no code with
+the package and only takes the table's arrays from it."""
 
 from __future__ import annotations
 
@@ -15,18 +13,19 @@ import torch
 from codec_reference import SPEC
 from matrix_pages import RAW, Line, lines_of
 
-TOKEN = {8: 0.15, 4: 0.6, 3: 1.0, 2: 1.4}  # error of a stored token, as a part of it
-ALL = {8: 0.08, 4: 0.3, 3: 0.5, 2: 0.7}  # of all tokens of a head that have so many bits
-OUT = {8: 5e-3, 4: 2e-2, 3: 2e-2, 2: 2e-2}  # of attention beside float64 over what is stored: the design's bounds
+TOKEN = {8: 0.15, 4: 0.6, 3: 1.0, 2: 1.4}  # relative error of a stored token
+ALL = {8: 0.08, 4: 0.3, 3: 0.5, 2: 0.7}  # relative error over all tokens of a head with that many bits
+# error of attention compared with float64 over the stored values: bounds of the design
+OUT = {8: 5e-3, 4: 2e-2, 3: 2e-2, 2: 2e-2}
 HALF = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-# ---------------------------------------------------------------- what must be
+# ---------------------------------------------------------------- expected state
 
 
 @dataclass
 class Spec:
-    """A row of the matrix, as far as it says what is held. recent: -1: tokens go straight into sealed pages."""
+    """A row of the matrix, as far as it determines what is stored. recent = -1: tokens go directly to sealed pages."""
 
     H: int
     G: int
@@ -50,7 +49,7 @@ def bits_of(name: str) -> int:
 
 
 class Model:
-    """Sequences that a cache of `kinds` layers (("full" or "sliding" or "chunked", window)) must hold."""
+    """Sequences that a cache of layers `kinds` (("full" or "sliding" or "chunked", window)) must hold."""
 
     def __init__(self, spec: Spec, layers: int, rows: int, kinds: list[tuple[str, int]]) -> None:
         self.spec, self.kinds = spec, kinds
@@ -61,8 +60,8 @@ class Model:
         self.kept: list[list[list[set[int]]]] = [
             [[set() for _ in range(spec.H)] for _ in range(rows)] for _ in range(layers)
         ]
-        self.drafts = False  # the last call may have been a draft: the policy's turn comes before the next
-        self.gone = [0] * rows  # tokens that were evicted before the row's last eviction, for moved sinks
+        self.drafts = False  # the last call may have been a draft: its eviction is deferred to the next call
+        self.gone = [0] * rows  # number of tokens evicted before the row's last eviction, for moved sinks
 
     @property
     def rows(self) -> int:
@@ -73,7 +72,7 @@ class Model:
         return self.real.shape[1]
 
     def token(self) -> torch.Tensor:
-        """bool [B, seen]: what is stored as a token."""
+        """bool [B, seen]: slots that store a token."""
         return torch.ones_like(self.real) if self.spec.pads_stored else self.real
 
     # ------------------------------------------------------------------ a call
@@ -83,7 +82,7 @@ class Model:
         self.real = torch.cat([self.real, own], 1)
 
     def exact_keys(self, layer: int, b: int, h: int, slots: list[int]) -> torch.Tensor:
-        """K of stored slots as it must be: as it came, but sinks that move with the window."""
+        """Expected K of stored slots: unchanged, except sinks that are moved with the window."""
         k = self.k[layer][b, h, slots].clone()
         if self.spec.moved and self.gone[b] and self.kinds[layer][0] == "full":
             positions = self.positions(b)
@@ -100,13 +99,13 @@ class Model:
         return (self.token()[b].long().cumsum(0) - 1).tolist()
 
     def lines(self, layer: int, paged: Any) -> list[list[Line]]:
-        """What is stored."""
+        """The stored contents."""
         if not paged.is_initialized:
             return [[Line([], [], [], [], []) for _ in range(self.spec.H)] for _ in range(self.rows)]
         return lines_of(paged.store)
 
     def read(self, layer: int, paged: Any, old: int) -> list[list[Line]]:
-        """Reads the layer, and compares what it holds with what it must hold of `old` slots."""
+        """Decodes the layer, and compares it with what it must hold of `old` slots."""
         spec, found = self.spec, self.lines(layer, paged)
         raw = (RAW[spec.dtype], RAW[spec.dtype])
         own = tuple(RAW[spec.dtype] if x == "raw" else x for x in (spec.key, spec.value))
@@ -125,23 +124,24 @@ class Model:
                     lengths = want.norm(dim=-1).clamp(min=1e-9)
                     error = (got - want).norm(dim=-1)
                     bits = [bits_of(kinds[side]) for kinds in line.kinds]
-                    # A channel's grid spans its page, whose largest token may be three times this one.
+                    # The grid of a channel spans its page, whose largest token may be three times this one.
                     grown = [1.6 if kinds in rungs or (side == 0 and SPEC[kinds[0]][3] == "channel") else 1.0
                              for kinds in line.kinds]  # fmt: skip
                     bound = torch.tensor(
                         [TOKEN[n] * x if n <= 8 else 0.0 for n, x in zip(bits, grown, strict=True)]
                     )  # fmt: skip
-                    if spec.moved and side == 0:  # a rotation, rounded
+                    if spec.moved and side == 0:  # rotation to other positions, rounded
                         bound = bound.clamp(min=2e-2 if spec.dtype is not torch.float32 else 1e-5)
                     worst = (error / lengths - bound).argmax()
                     assert bool((error <= bound * lengths).all()), (
                         f"{where}: {'KV'[side]} of slot {line.slots[int(worst)]} in {line.kinds[int(worst)][side]}: "
                         f"error {float((error / lengths)[worst]):.3g}"
                     )
-                    for n in {n for n in bits if n <= 8 and bits.count(n) >= 16}:  # of fewer a single token decides
+                    # with fewer tokens, a single one dominates
+                    for n in {n for n in bits if n <= 8 and bits.count(n) >= 16}:
                         at = torch.tensor([x == n for x in bits])
                         more = max(x for x, y in zip(grown, bits, strict=True) if y == n)
-                        most = min(0.95, ALL[n] * more)  # zeros have 1
+                        most = min(0.95, ALL[n] * more)  # zeros have a relative error of 1
                         assert error[at].norm() <= most * want[at].norm(), (where, "KV"[side], n)
                 if spec.policy is None and own != raw and self.kinds[layer][0] == "full":
                     open_ = sum(kinds == raw for kinds in line.kinds) - 4
@@ -168,7 +168,7 @@ class Model:
         self.kept[layer][b][h] = set(slots)
 
     def merged(self, layer: int, before: Line, after: Line) -> Line:
-        """What a call attends to: pages that were full are sealed first, others are as they were."""
+        """The state that a call attends to: pages that were full are sealed first, others are unchanged."""
         if self.spec.unsealed and self.kinds[layer][0] == "full":
             return before
         at = {slot: i for i, slot in enumerate(after.slots)}
@@ -183,7 +183,8 @@ class Model:
         self, layer: int, before: list[list[Line]], after: list[list[Line]], q: torch.Tensor, k: torch.Tensor,
         v: torch.Tensor, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """A layer has given `out` [B, Hq, T, Dv] for q, k, v; what it held `before` and `after`, evictions apart."""
+        """Checks `out` [B, Hq, T, Dv] of a layer for q, k, v; its contents `before` and `after` the call, except for
+        evictions."""
         spec, (kind, window), base = self.spec, self.kinds[layer], self.base
         self.k[layer] = torch.cat([self.k[layer], k.double()], 2)
         self.v[layer] = torch.cat([self.v[layer], v.double()], 2)
@@ -216,7 +217,7 @@ class Model:
         self.mass[layer] = torch.nn.functional.pad(self.mass[layer], (0, self.seen - self.mass[layer].shape[2])) + paid
 
     def end(self, cache: Any) -> None:
-        """The pass is over: the policy has had its turn."""
+        """The end of a pass, after evictions."""
         for layer, (kind, _) in enumerate(self.kinds):
             if kind == "full" and self.spec.policy is not None:
                 self.evict(layer, cache.layers[layer])
@@ -259,12 +260,12 @@ class Model:
     def check_order(
         self, layer: int, b: int, h: int, stay: set[int], go: set[int], positions: list[int], n: int
     ) -> None:
-        """What stays has the higher scores, up to what rounding does to them."""
+        """Checks that the kept tokens have the higher scores, within rounding."""
         spec = self.spec
         if not stay or not go or spec.draft or spec.policy_name not in ("KNorm", "Demote(KNorm)", "H2O"):
             return
         low = [bits_of(name) for name in (spec.key, spec.value) if name != "raw"]
-        # What a score is off by, from measured errors of a stored token (TOKEN): 3 bits lie between 4 and 2.
+        # Error of a score, from measured errors of a stored token (TOKEN): 3 bits are between 4 and 2.
         wide = {16: 1e-3, 8: 0.1, 4: 0.4, 3: 0.65, 2: 0.9}[min([16, *low])] + 10 * HALF[spec.dtype]
         if "KNorm" in spec.policy_name:
             length = self.k[layer][b, h].norm(dim=-1)
@@ -276,7 +277,7 @@ class Model:
     # ------------------------------------------------------------------ changes
 
     def opened(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The cache holds these K, V [B, H, n, D] already."""
+        """The cache starts with these K, V [B, H, n, D]."""
         n = pairs[0][0].shape[2]
         self.real = torch.ones(self.rows, n, dtype=torch.bool)
         for layer, (k, v) in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""What the composition matrix combines: axes, `RULES` of what is refused, rows that cover the rest."""
+"""The axes of the composition matrix, `RULES` for rejected combinations, and rows that cover the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICIES: dict[str, Any] = {
     "AdaKV(KeyDiff)": lambda n, s: policies.AdaKV(policies.KeyDiff(n, slack=s)),
     "Demote(KNorm)": lambda n, s: policies.Demote(policies.KNorm(n, slack=s), ("int8", "int4", "int2")),
 }
-LOOKS = ("H2O", "SnapKV")  # at attention
+LOOKS = ("H2O", "SnapKV")  # policies that use attention
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 HEADS = {"1x1": (1, 1), "2x1": (2, 1), "2x2": (2, 2), "1x7": (1, 7), "2x4": (2, 4)}
 DIMS = {str(n): (n, n) for n in (32, 48, 80, 100, 128, 256, 320)} | {"64/32": (64, 32)}
@@ -50,7 +50,8 @@ Row = NamedTuple("Row", [(name, str) for name in AXES])  # type: ignore[misc]
 
 
 class Rule(NamedTuple):
-    """Values that do not go together: {axis: values}; where it is said (of `refuse`), and words of what is said."""
+    """An incompatible combination: {axis: values}; where it is rejected (see `refuse`), and words of the error
+    message."""
 
     values: dict[str, tuple[str, ...]]
     where: str
@@ -97,7 +98,8 @@ RULES = [
     Rule({"policy": SOME[1:], "attention": ("sdpa",), "mode": ("draft",)}, "record", "leaves heads and layers with"),
     Rule({"policy": LOOKS, "attention": ("sdpa",)}, "call", "expected kvcompress attention for a policy"),
 ]
-# No combination at all: heads too wide for a GPU, an option of one policy, prompts of a prefix without pads, pads that
+# Not applicable: heads too wide for a GPU, an option of one policy, prefixes without padding, padding that requires our
+# attention.
 # want our attention.
 MEANINGLESS: list[dict[str, tuple[str, ...]]] = [
     {"dim": ("320",), "device": ("cuda",)},
@@ -119,7 +121,7 @@ def possible(row: dict[str, str]) -> bool:
 
 @lru_cache
 def rows(strength: int = 2) -> list[Row]:
-    """Rows in which every `strength` values that go together stand together at least once; always the same ones."""
+    """Rows that contain every compatible combination of `strength` values; deterministic."""
     if strength > 2:
         return [Row(**row) for row in covering.rows(AXES, strength, possible)]
     constraints = [
@@ -134,7 +136,7 @@ def rows(strength: int = 2) -> list[Row]:
 
 
 def sample(n: int, seed: int, level: str) -> list[Row]:
-    """n possible rows at random."""
+    """n random valid rows."""
     chance, found = random.Random(seed), []
     while len(found) < n:
         row = {axis: chance.choice(names) for axis, names in AXES.items()} | {"level": level}
@@ -143,16 +145,16 @@ def sample(n: int, seed: int, level: str) -> list[Row]:
     return found
 
 
-# ---------------------------------------------------------------- a cache of a row
+# ---------------------------------------------------------------- the cache of a row
 
 
 def hash_of(row: Row) -> int:
-    """The same in every process."""
+    """Stable across processes."""
     import zlib
 
     return zlib.crc32("|".join(row).encode())
 
 
 def plainest(values: dict[str, str]) -> Row:
-    """A row with `values` and else the first value of each axis that goes with them."""
+    """A row with `values`, and for the other axes the first compatible value."""
     return Row(**{**{axis: names[0] for axis, names in AXES.items()}, "level": _C.isa(), **values})

@@ -1,9 +1,8 @@
-"""Files that another process changes between any two system calls of ours (meddle.c): whatever it does, and before
-whichever call, what was asked for is done right or raises OSError or ValueError, the cache goes on as it was, and a
-file that it links to is not written.
+"""Another process changes files between any two of our system calls (meddle.c). Whatever it changes, and before
+whichever call: the operation succeeds or raises OSError or ValueError, the cache remains usable, and the target of
+a link is not written.
 
-    python tests/support/meddle.py [STEP]    every STEP-th call
-"""
+    python tests/support/meddle.py [STEP]    every STEP-th system call"""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def waits(cache: KVCache, path: Path) -> None:
     cache.suspend(path)
     try:
         cache.resume()
-    except (OSError, ValueError):  # it is still suspended, and says so
+    except (OSError, ValueError):  # it is still suspended, and reports it
         assert cache.forward_pass.suspended is not None
         cache.reset()
         raise
@@ -84,7 +83,7 @@ def tensors(cache: KVCache, path: Path) -> None:
     assert torch.equal(back, quantize(X, "int8").dequantize())
 
 
-# What is done; that a mapping ends the process when its file is cut short (SIGBUS) is said in SECURITY.md.
+# The operations. (A mapped file that is truncated ends the process with SIGBUS: see SECURITY.md.)
 ACTS = {
     "save": (saves, (UNLINK, EMPTY, SPOIL, LINK)), "load": (loads, (UNLINK, SPOIL, LINK)),
     "suspend, resume": (waits, (UNLINK, SPOIL, LINK)), "tiers": (goes_out, (UNLINK, EMPTY, SPOIL, LINK)),

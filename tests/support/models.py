@@ -1,5 +1,4 @@
-"""Tiny random models, one of each kind of attention that the cache has to serve. fp32, eval mode, fixed
-seeds."""
+"""Tiny random models, one of each kind of attention that the cache supports. fp32, eval mode, fixed seeds."""
 
 from functools import lru_cache
 
@@ -18,7 +17,7 @@ SIZE = {
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
-    "initializer_range": 0.2,  # large enough for logits that differ
+    "initializer_range": 0.2,  # large enough for distinct logits
 }
 WINDOW = 24
 
@@ -39,31 +38,31 @@ CONFIGS = {
         layer_types=["sliding_attention", "full_attention"],
     ),
 }  # fmt: skip
-NO_SDPA = ("gemma2", "gpt_oss")  # transformers' sdpa knows no softcap and no attention sinks
+NO_SDPA = ("gemma2", "gpt_oss")  # transformers' sdpa supports neither softcap nor attention sinks
 
 
 @lru_cache
 def model(name: str, head_dim: int = 32) -> hf.PreTrainedModel:
-    """The model `name` of CONFIGS; one object a name, so set the attention that a test needs."""
+    """The model `name` of CONFIGS. Cached per name, so set the attention that a test needs."""
     config = CONFIGS[name]()
     config.head_dim = head_dim
     torch.manual_seed(7)
     made = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
-        for parameter_name, parameter in made.named_parameters():  # these start at zero: give them work
+        for parameter_name, parameter in made.named_parameters():  # zero-initialized: give them nonzero values
             if parameter_name.endswith(("_proj.bias", "sinks")):
                 parameter.normal_(0, 0.5)
     return made.eval()
 
 
 def ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Random prompt tokens [batch, length]; never the pad token."""
+    """Random prompt tokens [batch, length], never the padding token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, SIZE["vocab_size"], (batch, length), generator=generator)
 
 
 def left_pads(tokens: torch.Tensor, pads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, mask) with the first pads[b] tokens of row b made pads."""
+    """(tokens, mask) with the first pads[b] tokens of row b replaced by padding."""
     tokens, mask = tokens.clone(), torch.ones_like(tokens)
     for row, n in enumerate(pads):
         tokens[row, :n] = 0

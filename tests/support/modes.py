@@ -1,5 +1,5 @@
-"""The ways to generate that the product test runs: each (model, new, assistant) -> Run, with a cache of new(). `alone`:
-what a mode must give, without the method of the cache that it tries."""
+"""The generation modes of the product test: each (model, new, assistant) -> Run, with a cache from new(). `alone`: the
+expected result, without the method of the cache under test."""
 
 import copy
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from models import ids, left_pads
 
 @dataclass
 class Run:
-    """What a mode gave: outputs of generate() (or logits); the cache; the 2D mask of the last prompt, None where the
-    rows of the cache are not those of the last output."""
+    """Result of a mode: outputs of generate() (or logits); the cache; the 2D mask of the last prompt, None if the rows
+    of the cache are not those of the last output."""
 
     outputs: list[Any]
     cache: Any
@@ -52,12 +52,12 @@ def beams(m, new, assistant):
 
 
 def assisted(m, new, assistant):
-    """The assistant is the model with some noise: part of what it drafts is accepted."""
+    """The assistant is the model plus noise, so part of its drafts is accepted."""
     return _plain(m, new(), ids(1, 30), assistant_model=assistant(), max_new_tokens=30)
 
 
 def prompt_lookup(m, new, assistant):
-    """The prompt repeats itself: drafts are found, and many are rejected."""
+    """The prompt is repetitive: drafts are found, and many are rejected."""
     return _plain(m, new(), ids(1, 12).repeat(1, 4), prompt_lookup_num_tokens=4, max_new_tokens=40)
 
 
@@ -66,7 +66,7 @@ def left_padding(m, new, assistant):
 
 
 def early_finish(m, new, assistant):
-    """Rows reach an end token at different steps and go on as pads."""
+    """Rows reach the end token at different steps and continue with padding."""
     return _plain(m, new(), *left_pads(ids(4, 37), [0, 3, 11, 20]), eos_token_id=list(range(1, 12)))
 
 
@@ -91,7 +91,7 @@ def _filled(m, new, tokens):
 
 
 def deepcopied(m, new, assistant):
-    """A prefix computed once, asked twice; the second question goes on from the first one's copy."""
+    """A prefix is computed once and used for two questions; the second continues from a copy of the first."""
     prefix = ids(1, 35)
     base, outputs = _filled(m, new, prefix), []
     for seed in (1, 2):
@@ -140,7 +140,7 @@ def inference_mode(m, new, assistant):
 
 
 def forced(m, new, assistant):
-    """Logits of a given text in calls of many lengths, rows padded."""
+    """Logits of a given text in calls of many lengths, with padded rows."""
     tokens, mask = left_pads(ids(3, sum(SPLIT)), [0, 13, 30])
     cache = new()
     logits = torch.cat(logits_of(m, cache, SPLIT, tokens, mask), 1)

@@ -15,7 +15,7 @@ OPTIONS = {"page_size": 16, "sinks": 4}
 
 
 def calls(seed: int = 0, B: int = 2, H: int = 2, G: int = 3, D: int = 32):
-    """(q, k, v, mask) of a left-padded prompt, decode steps, a chunk."""
+    """(q, k, v, mask) of a left-padded prompt, decode steps, and a chunk."""
     g = torch.Generator().manual_seed(seed)
     for T in (150, 1, 1, 70, 1):
         q, k, v = (torch.randn(B, n, T, D, generator=g) for n in (G * H, H, H))
@@ -25,7 +25,7 @@ def calls(seed: int = 0, B: int = 2, H: int = 2, G: int = 3, D: int = 32):
 
 
 def layer(folder: Path) -> None:
-    """Every call of a sharded layer equals that of one that holds everything."""
+    """Every call of a sharded layer equals that of a layer with all tokens."""
     share(folder)
     for key, bound in (("raw", 1e-5), ("int8", 2e-2)):
         one, ours = PagedKV(2, 32, key=key, batch=2, **OPTIONS), ShardedKV(2, 32, key=key, batch=2, **OPTIONS)
@@ -67,7 +67,7 @@ def layer(folder: Path) -> None:
 
 
 def mass(folder: Path) -> None:
-    """The mass of each rank's tokens is what one process gives them."""
+    """The accumulated attention of each rank's tokens equals that on one process."""
     one, ours = PagedKV(2, 32, key="raw", batch=2, **OPTIONS), ShardedKV(2, 32, key="raw", batch=2, **OPTIONS)
     for q, k, v, mask in calls():
         want = one.attend(q, k, v, mask=mask, return_attention=True)[2]
@@ -94,7 +94,8 @@ def compare(ours: PagedKV, got: torch.Tensor, one: PagedKV, want: torch.Tensor, 
 
 
 def evict(folder: Path) -> None:
-    """Policies over all ranks keep what they keep on one process, at every eviction; results and scores are equal."""
+    """With policies, all ranks together keep the same tokens as one process, at every eviction; results and scores are
+    equal."""
     from kvcompress import H2O, AdaKV, KNorm, ScoreOnly, StreamingLLM
 
     g = torch.Generator().manual_seed(3)
@@ -122,7 +123,7 @@ def evict(folder: Path) -> None:
 
 
 def padded(policy) -> None:
-    """Left pads: the first tokens of a row lie on another rank than the first; up to `sinks` more are kept."""
+    """Left padding: the first token of a row may be on another rank; up to `sinks` more tokens are kept."""
     one, ours = (kind(2, 32, key="raw", policy=policy, page_size=16, batch=2) for kind in (PagedKV, ShardedKV))
     for q, k, v, mask in calls():
         one.attend(q, k, v, mask=mask), ours.attend(q, k, v, mask=mask)
@@ -142,7 +143,7 @@ def share(folder: Path) -> None:
 
 
 def cache(folder: Path) -> None:
-    """generate() with a KVCache over the group: token for token what one process gives."""
+    """generate() with a KVCache over the group gives the same tokens as on one process."""
     from generation import generate
     from models import ids, left_pads, model
 
@@ -170,7 +171,8 @@ def cache(folder: Path) -> None:
 
 
 def heads(folder: Path) -> None:
-    """Tensor parallel: each rank has its own KV heads, evicts by its own scores, and the model's output is one."""
+    """Tensor parallel: each rank has its own KV heads and evicts by its own scores; the model's output equals that of
+    one process."""
     from kvcompress import H2O
     from kvcompress.parallel import join_heads, split_heads
 
@@ -191,7 +193,8 @@ def heads(folder: Path) -> None:
 
 
 def plan(folder: Path) -> None:
-    """transformers' own tensor parallel: the cache holds this rank's heads, and tokens are those without a cache."""
+    """transformers' tensor parallel: the cache holds this rank's heads, and the generated tokens are those without a
+    cache."""
     import transformers as hf
 
     from kvcompress import KVCache, enable
@@ -208,7 +211,7 @@ def plan(folder: Path) -> None:
 
 
 def dead(folder: Path) -> None:
-    """The last rank is gone: the others get an error, soon, and have stored nothing."""
+    """The last rank dies: the others soon get an error, and have stored nothing."""
     kv = ShardedKV(2, 32, **OPTIONS)
     for i, (q, k, v, _) in enumerate(calls(B=1)):
         if i == 1:
@@ -226,7 +229,8 @@ def dead(folder: Path) -> None:
 
 
 def full(folder: Path) -> None:
-    """One rank has no memory, or NaN in its tokens: an error on all, at once, nothing stored; then all go on."""
+    """One rank is out of memory, or has NaN in its tokens: all ranks raise, nothing is stored, and afterwards all
+    continue."""
     from kvcompress import _C, H2O
 
     rank, ends = dist.get_rank(), []
@@ -245,7 +249,7 @@ def full(folder: Path) -> None:
                     break
                 except (MemoryError, ValueError):
                     failed += 1
-                    assert ours.seen == before[0], n  # an eviction that was put off may have taken place
+                    assert ours.seen == before[0], n  # a deferred eviction may have taken place
                     assert all(torch.equal(a, b) for a, b in zip(PagedKV.dense(ours), before[1], strict=False)), n
                 finally:
                     _C.alloc_fail_at(0)
@@ -254,7 +258,7 @@ def full(folder: Path) -> None:
                 assert (out - want).abs().max() <= 2e-2 * want.abs().max()
             same = torch.cat([out.flatten(), -out.flatten()])
             dist.all_reduce(same, dist.ReduceOp.MAX)
-            assert torch.equal(same[: out.numel()], -same[out.numel() :])  # largest is smallest
+            assert torch.equal(same[: out.numel()], -same[out.numel() :])  # the maximum equals the minimum
         ends.append(failed)
     assert min(ends) >= 10, ends
 
@@ -271,5 +275,5 @@ if __name__ == "__main__":
     )
     globals()[case](folder)
     dist.destroy_process_group()
-    # Gloo's threads may still let go of tensors, and abort where the interpreter is going down (pytorch#179291).
+    # Gloo's threads may still release tensors, and abort if the interpreter is shutting down (pytorch#179291).
     os._exit(0)

@@ -1,5 +1,5 @@
-"""Eviction policies in float64, from docs/eviction.md and the policies' docstrings alone: which tokens of each row and
-head of a layer stay. Scores come from attention in float64 over K and V as a cache reads them back."""
+"""Eviction policies in float64, written from docs/eviction.md and the policies' docstrings only: which tokens of each
+row and head of a layer are kept. Scores come from float64 attention over the K and V that a cache decodes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ KINDS = {
     "streaming": StreamingLLM, "window": SlidingWindow, "h2o": H2O, "tova": TOVA, "snapkv": SnapKV, "knorm": KNorm,
     "keydiff": KeyDiff,
 }  # fmt: skip
-# Scores nearer than this, of the largest, may be taken in either order: float32, or kernels on quantized pages.
+# Scores that differ by less than this, relative to the largest, may be ordered either way (float32 and quantized
+# pages).
 NEAR = {True: 1e-5, False: 2e-4}
 
 
 class State:
-    """A layer of a row: its real tokens so far, pads left out; alive and received are [H, n]."""
+    """A row of a layer: its real tokens so far, without padding; alive and received are [H, n]."""
 
     def __init__(self, heads: int, raw: bool) -> None:
         self.near = NEAR[raw]
         self.alive = torch.zeros(heads, 0, dtype=torch.bool)
         self.received = torch.zeros(heads, 0, dtype=torch.float64)
-        self.weights = torch.zeros(heads, 0, 0, dtype=torch.float64)  # [H, n, n]: what each query gave, summed by group
-        self.exact: tuple[torch.Tensor, ...] = ()  # K, V [H, n, D] as they were written
-        self.attended: list[torch.Tensor] = []  # the same as they are read back, before the call and after it
+        # [H, n, n]: attention of each query, summed by group
+        self.weights = torch.zeros(heads, 0, 0, dtype=torch.float64)
+        self.exact: tuple[torch.Tensor, ...] = ()  # K, V [H, n, D] as given
+        self.attended: list[torch.Tensor] = []  # the same as decoded, before and after the call
         self.stored: list[torch.Tensor] = []
-        self.sealed: list[torch.Tensor] = []  # when the next call has sealed the pages that are full
+        self.sealed: list[torch.Tensor] = []  # after the next call has sealed full pages
         self.queries = torch.zeros(0)  # [Hq, n, D]
-        self.known: dict[int, int] = {}  # by window: how many of its queries crops have left for certain
+        self.known: dict[int, int] = {}  # by window: number of its queries that certainly remain after crops
 
     def crop(self, n: int) -> None:
         self.exact = tuple(x[:, :-n] for x in self.exact)
@@ -41,7 +43,7 @@ class State:
         self.weights, self.queries = self.weights[:, :-n, :-n], self.queries[:, :-n]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """Of q [Hq, T, D] to what is stored and the call's own k, v [H, T, D]: [Hq, T, D]."""
+        """Attention of q [Hq, T, D] to the stored tokens and the call's own k, v [H, T, D]: [Hq, T, D]."""
         T, n = k.shape[1], self.alive.shape[1]
         self.exact = tuple(torch.cat(x, 1) for x in zip(self.exact, (k, v), strict=True)) if n else (k, v)
         self.queries = torch.cat([self.queries, q], 1) if n else q
@@ -53,7 +55,7 @@ class State:
         return given @ values.repeat_interleave(len(q) // len(k), 0)
 
     def given(self, T: int, keys: torch.Tensor) -> torch.Tensor:
-        """[Hq, T, n]: the attention of the last T queries to keys [H, n, D]."""
+        """[Hq, T, n]: attention of the last T queries to keys [H, n, D]."""
         n, group = keys.shape[1], len(self.queries) // len(keys)
         seen = self.alive[:, None] & torch.ones(T, n, dtype=torch.bool).tril(n - T)
         scores = self.queries[:, -T:] @ keys.repeat_interleave(group, 0).mT * self.scale
@@ -67,7 +69,7 @@ def by_head(given: torch.Tensor, heads: int) -> torch.Tensor:
 
 @dataclass
 class Rule:
-    """A policy of one kind, as its options say."""
+    """A policy, with its options."""
 
     kind: str
     budget: int | float
@@ -94,12 +96,11 @@ class Rule:
 
     @property
     def window(self) -> int:
-        """Last queries that it asks."""
+        """Number of last queries that it uses."""
         return {"tova": 1, "snapkv": self.recent or 0}.get(self.kind, 0)
 
     def score(self, state: State, alive: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """float64 [H, n], and how far two of another's may be from them: a policy may read what the call has seen, or
-        what it left, sealed or not."""
+        """float64 scores [H, n], and a tolerance: a policy may use what the call saw or what it left, sealed or not."""
         n = alive.shape[1]
         at = torch.arange(n, dtype=torch.float64)
         if self.kind in ("streaming", "window"):
@@ -108,7 +109,7 @@ class Rule:
             found = [state.received / (n - at) if self.options.get("score", "mean") == "mean" else state.received]
         elif self.kind in ("tova", "snapkv"):
             H, found = len(alive), []
-            for T in range(state.known[self.window], self.window + 1):  # how many a crop may have left
+            for T in range(state.known[self.window], self.window + 1):  # queries that a crop may have left
                 recent = [by_head(state.given(T, keys), H) for keys in (state.stored[0], state.sealed[0])]
                 found += [x.sum(1) for x in (state.weights[:, -T:], *recent)]
             if self.kind == "snapkv":
@@ -130,7 +131,7 @@ class Rule:
         return self.options.get("heads", "shared" if self.kind == "tova" else "each") == "shared"
 
     def protected(self, n: int) -> torch.Tensor:
-        """bool [n]: tokens that stay whatever their score."""
+        """bool [n]: tokens kept whatever their score."""
         recent = self.limit(n) // 2 if self.recent is None else self.recent
         at = torch.arange(n)
         found = (at < self.sinks) | (at >= n - recent)
@@ -139,8 +140,8 @@ class Rule:
         return found
 
     def choose(self, state: State, alive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the tokens alive [H, n]: which stay for certain, which may (scores too near to tell), and how many of
-        those [H]."""
+        """Of the live tokens [H, n]: those kept for certain, those that may be kept (scores too close to decide), and
+        how many of the latter [H]."""
         n = alive.shape[1]
         (score, near), first = self.score(state, alive), self.protected(n)
         sure, maybe, room = alive & first, torch.zeros_like(alive), torch.zeros(len(alive), dtype=torch.long)
@@ -156,7 +157,7 @@ class Rule:
 
 
 def remember(rules: list[Rule], state: State) -> None:
-    """What policies remember of the last call's attention."""
+    """Updates the state that policies derive from the last call's attention."""
     T = state.alive.shape[1] - state.received.shape[1]
     state.received = torch.nn.functional.pad(state.received, (0, T))
     for rule in rules:
@@ -168,14 +169,15 @@ def remember(rules: list[Rule], state: State) -> None:
 
 
 def unlike(keys: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-    """-cosine of each key with the mean of the head's keys that are alive, each of length 1."""
+    """Negative cosine of each key with the mean of the head's live keys, all normalized to length 1."""
     unit = torch.nn.functional.normalize(keys, dim=-1)
     mean = torch.stack([u[a].mean(0) for u, a in zip(unit, alive, strict=True)])
     return -torch.nn.functional.cosine_similarity(unit, mean[:, None], dim=-1)
 
 
 def smoothed(x: torch.Tensor, alive: torch.Tensor, kernel: int, newest: int) -> torch.Tensor:
-    """Mean over `kernel` stored tokens around each, in the order of the sequence; 0 at the newest and past the ends."""
+    """Mean over `kernel` neighbouring stored tokens in sequence order; 0 from the newest tokens on and past the
+    ends."""
     found = torch.zeros_like(x)
     n = x.shape[1]
     for h, live in enumerate(alive):
@@ -186,14 +188,14 @@ def smoothed(x: torch.Tensor, alive: torch.Tensor, kernel: int, newest: int) -> 
 
 
 def due(rules: list[Rule], state: State, page: int) -> bool:
-    """Is a row evicted after this call? The last policy of a chain says so."""
+    """Whether a row is evicted after this call; decided by the last policy of a chain."""
     slack = page if rules[-1].slack is None else rules[-1].slack
     return float(state.alive.double().sum(1).mean()) >= rules[-1].limit(state.alive.shape[1]) + slack
 
 
 def check_kept(theirs: torch.Tensor, rules: list[Rule], state: State, page: int, sinks: int) -> bool:
-    """Raises where the tokens that a cache kept, theirs [H, n], are not those that one policy, or a chain, leaves after
-    a call; says whether it was an eviction that can be told to the token. sinks: the cache's, which stay anyway."""
+    """Raises if the tokens that a cache kept, theirs [H, n], are not those that the policy or chain keeps after a
+    call; returns whether the eviction was unambiguous. sinks: the cache's, which are always kept."""
     n = state.alive.shape[1]
     if not due(rules, state, page):
         assert torch.equal(theirs, state.alive), "evicted before it was due"
@@ -202,7 +204,7 @@ def check_kept(theirs: torch.Tensor, rules: list[Rule], state: State, page: int,
     sure, maybe, room = rules[0].choose(state, state.alive)
     told = not (maybe.sum(1) > room).any()
     for rule in rules[1:]:
-        if not told:  # what the first leaves is open, and so are the next one's choices
+        if not told:  # the result of the first is ambiguous, and so are the choices of the next
             assert not (theirs & ~(sure | maybe | raw)).any(), "keeps what the first policy drops"
             assert (theirs.sum(1) <= rule.limit(n) + sinks).all(), "keeps more than the budget"
             return False

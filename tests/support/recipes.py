@@ -1,5 +1,5 @@
-"""What tests/project/test_recipes.py adds when it carries out the recipes of CONTRIBUTING.md: of each the changes
-of the files that it names, and a program that fails unless all is there and works."""
+"""The changes that tests/project/test_recipes.py applies for each recipe of CONTRIBUTING.md, by file, and for each
+recipe a program that fails unless the change is complete and works."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ assert passes("tests/core/test_codec.py", "{test} and {name}")
 
 
 def in_spec(row: str) -> Change:
-    """A format more in the reference."""
+    """Adds a format to the reference."""
     return lambda text: text.replace("}\nQUANTIZED", f"    {row},\n}}\nQUANTIZED", 1)
 
 
@@ -239,7 +239,7 @@ assert passes("tests/core/test_ops.py", "opcheck and largest")
 
 
 def plain(_: str) -> str:
-    """The level: the scalar one's code by another name, with a kernel that it keeps elsewhere."""
+    """The level: the scalar code under another name, with one kernel in a separate file."""
     text = (ROOT / "csrc/core/kernels/scalar_attend.c").read_text()
     text = text.replace("kvc_kernels_scalar", "kvc_kernels_plain").replace('"scalar"', '"plain"')
     text = text.replace(".factors = factors", ".factors = kvc_plain_factors")
@@ -282,7 +282,7 @@ assert "StableLM" in pathlib.Path("docs/huggingface.md").read_text()
 files = ["tests/hf/test_product.py", "-k", "test_pairs and stablelm"]
 assert pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]) == 0
 """
-RECIPES: dict[str, tuple[dict[str, Change], str, str]] = {  # changes, the program, what NAME or <isa> is in paths
+RECIPES: dict[str, tuple[dict[str, Change], str, str]] = {  # changes, the program, the value of NAME or <isa> in paths
     "Adding a policy": (ADD_POLICY, POLICY_WORKS, "thirds"),
     "Adding a command": (ADD_COMMAND, COMMAND_WORKS, ""),
     "Adding a family of models": (ADD_FAMILY, FAMILY_WORKS, ""),

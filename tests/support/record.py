@@ -1,8 +1,7 @@
-"""Figures of the tools around the tests, one flat JSON file a tool: benchmarks/results/reliability/<tool>.json. With
-the day (UTC) and the commit that they are of ("+": with changes since it).
+"""Records results of the tools around the tests, one flat JSON file per tool:
+benchmarks/results/reliability/<tool>.json, with the date (UTC) and the commit ("+": with uncommitted changes).
 
-python tests/support/record.py TOOL COMMAND name=value ...
-"""
+    python tests/support/record.py TOOL COMMAND name=value ..."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ FOLDER = ROOT / "benchmarks" / "results" / "reliability"
 LEFT = (
     "benchmarks/results/reliability",
     "tests/fuzz/log.jsonl",
-)  # by tools that ran before: no change of what is tested
+)  # written by tools that ran before; does not affect what is tested
 
 
 def git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    except OSError:  # no git
+    except OSError:  # git is not available
         return None
     return None if done.returncode else done.stdout.strip()
 

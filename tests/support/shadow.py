@@ -1,4 +1,4 @@
-"""Errors of our attention, call by call, on the CPU or a device."""
+"""Measures the errors of our attention call by call, on the CPU or a device."""
 
 import contextlib
 from unittest import mock
@@ -11,7 +11,7 @@ from kvcompress.hf.layer import PagedLayer
 
 
 def sees_of(layer, block, mask, T):
-    """bool [B or 1, 1, T, kv]: what each query sees of the dense K and V, from the definitions."""
+    """bool [B or 1, 1, T, kv]: the tokens of dense K and V that each query sees, by definition."""
     slots = torch.arange(block.base + block.k.shape[2])
     asks, mask = slots[len(slots) - T :, None], torch.ones(1, len(slots), dtype=torch.bool) if mask is None else mask
     sees = (slots <= asks) & mask[:, None]
@@ -25,7 +25,8 @@ def sees_of(layer, block, mask, T):
 
 @contextlib.contextmanager
 def shadow():
-    """A list of the errors of every fused call against torch's over the decoded pages and the exact own tokens."""
+    """Collects the errors of every fused call, compared with torch's attention over the decoded pages and the exact
+    own tokens."""
     original, calls = PagedLayer.attend, []
 
     def attend(layer, block, query, mask, **options):
@@ -33,7 +34,7 @@ def shadow():
         out = original(layer, block, query, mask, **options)
         if out is not None:
             own = None if mask is None else mask[:, block.base :]
-            if store.seen > block.base:  # another layer's, which is stored
+            if store.seen > block.base:  # own tokens of another layer, which are stored
                 k, v = store.dense(block.start)
                 k[:, :, block.base - block.start :], v[:, :, block.base - block.start :] = block.k, block.v
             else:

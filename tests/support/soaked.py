@@ -1,6 +1,6 @@
-"""What long runs did, for the last lines of pytest's report."""
+"""Statistics of long runs, for the last lines of pytest's report."""
 
 from collections import Counter
 
-KINDS = 4  # that `make soak` counts
+KINDS = 4  # counted by `make soak`
 steps: Counter[str] = Counter()

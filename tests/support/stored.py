@@ -1,4 +1,4 @@
-"""What a layer holds, to be compared with another's."""
+"""Snapshots of what a layer stores, for comparison with another layer."""
 
 import numpy as np
 import torch
@@ -8,8 +8,8 @@ from kvcompress.store import serialize
 
 
 def state(kv):
-    """Slots; formats of pages, whose places differ from copy to copy; rows and slots; bytes of the sealed ones; all
-    tokens, decoded. A list of arrays and tensors."""
+    """Slots; formats of pages (their addresses may differ); rows and slots; bytes of sealed pages; all tokens,
+    decoded. A list of arrays and tensors."""
     (arrays, pieces), store = serialize.survey(kv.page_store), kv.page_store
     entries, pair = arrays.entries, formats.resolve("raw", store.dtype) * 257
     sealed = [*dict.fromkeys(e >> 16 for e in entries[entries >= 0].tolist() if e & 0xFFFF != pair)]
@@ -19,6 +19,6 @@ def state(kv):
 
 
 def same(a, b):
-    """Of two states."""
+    """Compares two states."""
     return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else np.array_equal(x, y)
                for x, y in zip(a, b, strict=True))  # fmt: skip

@@ -1,9 +1,8 @@
-"""Page tables as plain lists, to compare with the real ones.
+"""Page tables as plain lists, for comparison with the real ones.
 
-A Pair plays the attention op: it writes one tag per new token and copies tags from raw to sealed pages. A tag
-stands at the start and at the end of the pages that an entry names, so that a page written while shared, or a
-copy cut short, is a wrong tag later.
-"""
+A Pair emulates the attention op: it writes a tag per new token and copies tags from raw to sealed pages. A tag is
+stored at the start and at the end of the pages of an entry, so writing to a shared page, or an incomplete copy, shows
+as a wrong tag."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ DIM = 32
 
 @dataclass
 class Spec:
-    """What a table is made of; page arithmetic from the design, not from the code under test."""
+    """Parameters of a table; page arithmetic from the design, not from the code under test."""
 
     raw: str = "raw_f32"
     key: str = "int8"
@@ -44,7 +43,7 @@ class Spec:
         return table
 
     def formats(self, column: int) -> tuple[str, str]:
-        """What the pages of a column are sealed in."""
+        """Formats in which the pages of a column are sealed."""
         for end, key, value in self.spans:
             if self.end(column - 1) < end:
                 return key, value
@@ -54,7 +53,7 @@ class Spec:
         return self.formats(column) != (self.raw, self.raw)
 
     def column(self, i: int) -> tuple[int, int]:
-        """(column, place in it) of token index i."""
+        """(column, index in it) of token index i."""
         if i < self.sinks:
             return 0, i
         column, at = divmod(i - self.sinks, self.page_size)
@@ -70,7 +69,7 @@ class Spec:
 
 @dataclass
 class Row:
-    """A sequence: (slot, tag) of every stored token, (-1, 0) where dead; the columns whose page is sealed."""
+    """A sequence: (slot, tag) of every stored token, (-1, 0) for dead ones; the columns whose page is sealed."""
 
     tokens: list[tuple[int, int]] = field(default_factory=list)
     sealed: set[int] = field(default_factory=set)
@@ -85,7 +84,7 @@ class Row:
         return all(slot == self.tokens[0][0] + i for i, (slot, _) in enumerate(self.tokens))
 
     def append(self, spec: Spec, new: list[tuple[int, int]]) -> list[int]:
-        """Adds tokens; returns the columns with older tokens that were sealed on the way."""
+        """Adds tokens; returns the columns with older tokens that were sealed in the process."""
         n, sealed = len(self.tokens), []
         if not new:
             return sealed
@@ -112,7 +111,7 @@ class Row:
 
 
 def places(table: Any, spec: Spec, b: int, i: int, raw: dict[int, int] | None = None) -> list[np.ndarray]:
-    """The two places of token index i's tag, as int32 views into the arena. `raw`: pages being sealed."""
+    """The two locations of token index i's tag, as int32 views of the arena. `raw`: pages being sealed."""
     column, at = spec.column(i)
     entry = int(table.entries[b, 0, column])
     entry = (raw or {}).get(entry, entry)
@@ -127,7 +126,7 @@ def slots_of(table: Any, b: int) -> list[int]:
 
 
 def arrays(table: Any) -> dict[str, Any]:
-    """All that an append may not change when it fails. Empty columns at the end are room, not state."""
+    """Everything that a failed append must not change. Empty columns at the end are capacity, not state."""
     entries = table.entries[:, 0]
     used = int((entries >= 0).any(0).nonzero()[0].max(initial=-1)) + 1
     return {
@@ -139,7 +138,7 @@ def arrays(table: Any) -> dict[str, Any]:
 
 
 class Pair:
-    """A table and its model, driven together."""
+    """A table and its model, operated together."""
 
     tags = 0
 
@@ -166,7 +165,7 @@ class Pair:
             for column in row.append(spec, new):
                 sealed_now.add(int(table.entries[b, 0, column]))
                 raw = raw_of[int(table.entries[b, 0, column])]
-                if raw != before[b, column]:  # a copy of a shared page, for this call to fill
+                if raw != before[b, column]:  # a copy of a shared page, to be filled by this call
                     assert spec.end(column) > n and raw not in before
                     assert table.pool.refs((raw >> 16) * 64) == 1
         assert raw_of.keys() == sealed_now
@@ -181,7 +180,7 @@ class Pair:
             self.rows, self.sidecar = old_rows, old_sidecar
 
     def seal(self, raw: int, sealed: int, column: int) -> None:
-        """The op's part: what is in the raw page goes to the sealed one."""
+        """Emulates the op: copies the raw page to the sealed one."""
         spec, arena, size = self.spec, self.table.pool.arena, 4 * self.spec.page_size
         assert {raw >> 8 & 255, raw & 255} == {CODE[spec.raw]}
         assert (sealed >> 8 & 255, sealed & 255) == tuple(CODE[name] for name in spec.formats(column))
@@ -198,7 +197,7 @@ class Pair:
             self.sidecar = not all(row.plain() for row in self.rows)
 
     def drop(self, before: list[int]) -> None:
-        """Pages at the front whose tokens all have slots below before[b] go, but not the last page of a row."""
+        """Drops pages at the front whose tokens all have slots below before[b], but not the last page of a row."""
         P, pages = self.spec.page_size, 0
         for row, end in zip(self.rows, before, strict=True):
             while len(row.tokens) > P and all(slot < end for slot, _ in row.tokens[:P]):

@@ -1,11 +1,10 @@
-"""An sdist, the wheel that it makes, and a trial of the wheel in a new environment without a compiler: `make wheel`.
+"""Builds an sdist and the wheel from it, and tries the wheel in a new environment without a compiler: `make wheel`.
+The environment has only NumPy at first: kvcompress._C works without torch. Then this environment's torch is added.
 
-The environment has NumPy at first: kvcompress._C works without torch. Then it sees this environment's torch as well.
-`make wheel CUDA=all` (or 90) puts CUDA's part into the wheel; it is loaded in the trial, which wants no GPU.
+`make wheel CUDA=all` (or 90) includes the CUDA library, which the trial loads without needing a GPU.
 
-`make wheels`: manylinux wheels of the CPU's part for x86_64 and aarch64, compiled by zig cc against glibc 2.17, in
-build/wheels; that of aarch64 is tried under qemu-user in the environment of aarch64.sh.
-"""
+`make wheels`: manylinux wheels (CPU only) for x86_64 and aarch64, compiled by zig cc against glibc 2.17, in
+build/wheels; the aarch64 wheel is tried with qemu-user in the environment of aarch64.sh."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def call(*command: object, **options: object) -> str:
 
 
 def build(machine: str | None = None) -> Path:
-    """The wheel of this machine, or a manylinux one of `machine`, by way of an sdist."""
+    """The wheel of this machine, or a manylinux wheel for `machine`, built from an sdist."""
     shutil.rmtree(OUT, ignore_errors=True)
     call(sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", OUT, cwd=ROOT)
     (sdist,) = OUT.glob("*.tar.gz")
@@ -71,7 +70,7 @@ def build(machine: str | None = None) -> Path:
     if not machine:
         return wheel
     plat = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
-    assert tag(wheel) == plat, tag(wheel)  # of no library but the C library, so that there is nothing to repair
+    assert tag(wheel) == plat, tag(wheel)  # links only the C library, so there is nothing to repair
     name = call(sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", plat, wheel).strip()
     return OUT / name
 
@@ -82,7 +81,7 @@ def tag(wheel: Path) -> str:
 
 
 def linked(wheel: Path) -> dict[str, list[str]]:
-    """What each library of the wheel wants of the system."""
+    """The system libraries that each library of the wheel links."""
     found = {}
     with zipfile.ZipFile(wheel) as archive:
         for name in (x for x in archive.namelist() if x.endswith(".so")):
@@ -92,13 +91,13 @@ def linked(wheel: Path) -> dict[str, list[str]]:
 
 
 def trial(wheel: Path) -> str:
-    """What the wheel says of itself in an environment whose PATH has no compiler."""
+    """What the wheel reports in an environment without a compiler in PATH."""
     venv, tools = OUT / "venv", OUT / "bin"
     call(sys.executable, "-m", "venv", venv)
     tools.mkdir()
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CC")} | {"PATH": str(tools)}
     level = call(sys.executable, "-c", "from kvcompress import _C; print(_C.isa())", cwd=ROOT).strip()
-    env["EXPECTED"] = level  # other compilers must find what this CPU has as well
+    env["EXPECTED"] = level  # other compilers must detect the same CPU features
     assert not any(shutil.which(cc, path=str(tools)) for cc in ("cc", "gcc", "clang"))
     call(venv / "bin/pip", "install", "-q", "--disable-pip-version-check", "numpy", env=env)
     call(venv / "bin/pip", "install", "-q", "--disable-pip-version-check", "--no-deps", wheel, env=env)
@@ -111,7 +110,7 @@ def trial(wheel: Path) -> str:
 
 
 def trial_aarch64(wheel: Path) -> str:
-    """The same under qemu-user, without an installer."""
+    """The same with qemu-user, without an installer."""
     if not AARCH64.exists():
         return "not run"
     folder = OUT / "site-packages"
@@ -121,7 +120,7 @@ def trial_aarch64(wheel: Path) -> str:
 
 
 def checked(wheel: Path, cuda: str) -> dict[str, list[str]]:
-    """What its libraries link, which is nothing of torch or C++."""
+    """Checks the linked libraries: none of torch or C++."""
     needs = linked(wheel)
     assert ("libkvcompress_cuda.so" in needs) == (cuda != "off"), needs
     assert not [x for some in needs.values() for x in some if "torch" in x or "c10" in x or "cudart" in x], needs
