@@ -1,5 +1,5 @@
-"""CUDA's attention, run on the host: the tests of the CPU op's accuracy, by the same float64 reference on the stored
-values, and the bytes that the call leaves, which must be the CPU's."""
+"""CUDA's attention, run on the host: the accuracy tests of the CPU op, with the same float64 reference over the stored
+values; the stored bytes must equal the CPU's."""
 
 import math
 
@@ -13,7 +13,8 @@ from kvcompress import formats, ops
 
 
 class Store(cpu.Store):
-    """As the CPU's, but its calls go to CUDA's kernels; the CPU op does the same on a copy: pages must be equal."""
+    """Like the CPU's, but calls go to CUDA's kernels; the CPU op does the same on a copy, and the pages must be
+    equal."""
 
     def __init__(self, *args, twin=None, **options):
         super().__init__(*args, **options)
@@ -41,7 +42,7 @@ class Store(cpu.Store):
 
 
 def full(x):
-    """A value of the full tier."""
+    """A parameter of the full tier."""
     return pytest.param(x, marks=pytest.mark.full)
 
 
@@ -53,7 +54,7 @@ def formats_of(*names, dtype=torch.float32):
     "scale,softcap", [(-0.2, 3.0), *(pytest.param(x, 0.0, marks=pytest.mark.full) for x in (-0.2, 0.0))]
 )
 def test_scales_of_any_sign(scale, softcap):
-    """The largest score is where the largest product is, but for these."""
+    """Unless scales are negative, the largest score belongs to the largest product."""
     store = Store("int4", "int2", D=64, H=1, twin=Twin(formats=formats_of("int4", "int2")))
     store.scale = scale
     assert len(list(run(store, [70, 1, 3], 4, softcap=softcap))) == 3
@@ -86,7 +87,7 @@ def test_other_head_dims(key, D):
 )
 @pytest.mark.parametrize("dtype", [full(torch.float32), full(torch.float16), torch.bfloat16])
 def test_wide_heads_and_any_format(key, value, dtype):
-    """Queries in every form, 256 dims: more shared memory than a block has, unless raw pages do without theirs."""
+    """Queries in every form, 256 dims: exceeds the shared memory of a block, unless raw pages are staged."""
     store = Store(key, value, dtype=dtype, H=1, D=256)
     check(
         run(store, [90, 1, 3], 2, dtype=dtype),
@@ -124,7 +125,8 @@ def test_half_models(key, dtype):
     ("int4", 0), ("int4", 4e-33), ("int2", 2e-32), ("int4", 1e-18), ("int8", 0), ("fp8_e4m3", 1e-30), ("nvfp4", 0),
 ])  # fmt: skip
 def test_tokens_of_zeros(key, little):
-    """Of models whose pads embed as zeros, or nearly: they set no unit that sums of other tokens would overflow."""
+    """Models whose padding embeds as zeros, or nearly: such tokens set no unit that other tokens' sums would
+    overflow."""
     store = Store(key, key, D=32, page_size=16, twin=Twin(formats=formats_of(key)))
     check(run(store, [68], 2), BOUND[key])
     for i in range(20):
@@ -141,8 +143,8 @@ def test_tokens_of_zeros(key, little):
 ])  # fmt: skip
 @pytest.mark.parametrize("order", [2026, 2027])
 def test_pages_that_come_by_copies(key, value, D, page_size, shared, options, order):
-    """Pages of multiples of 32 tokens that all rows see, where two blocks have room on a multiprocessor: each once.
-    Copies come as late as can be, and as early."""
+    """Pages of multiples of 32 tokens that all rows see, if two blocks fit a multiprocessor: copied once each. Copies
+    complete as late as possible, and as early as possible."""
     dtype, twin, T = torch.float16, Twin(shared=shared << 10, order=order), 11 * page_size + 9
     twin.formats = formats_of(*{key, value}, dtype=dtype)
     store = Store(key, value, H=2, D=D, dtype=dtype, page_size=page_size, sinks=0, twin=twin)
@@ -164,7 +166,7 @@ def test_pages_that_come_by_copies(key, value, D, page_size, shared, options, or
     (128, 1, 9, 128, 1, {}, 0),
 ])  # fmt: skip
 def test_pages_of_two_bits_by_eights(D, group, pages, page_size, processors, options, grows):
-    """More than eight pages a warp, and fewer; seen in part; V's scales and weights that grow or fade by 2^12."""
+    """More than eight pages per warp, and fewer; partly visible; V's scales and weights that grow or shrink by 2^12."""
     dtype = torch.float16
     twin = Twin(formats=formats_of("int2", dtype=dtype), processors=processors)
     store = Store("int2", "int2", H=1, D=D, dtype=dtype, page_size=page_size, sinks=0, twin=twin)
@@ -214,7 +216,7 @@ def test_direct_append(value):
 
 
 def test_long_context_is_split_and_joined():
-    """Many runs, whatever order the warps go in: the same bits."""
+    """Many runs, in any order of warps: bit-identical."""
     outs = []
     for order in (0, 1, 5):
         store = Store(
@@ -237,12 +239,12 @@ def test_mass_equals_the_cpus(key):
         _, lse = store.step(q, k, v, mask=mask if T == 100 else None, mass_width=width)
         torch.testing.assert_close(store.mass[0], store.want[2], rtol=2e-2, atol=2e-3)
         rows = torch.isfinite(lse).sum(-1).view(2, 2, 2).sum(-1).float()
-        rtol = 2**-11 if 2 * T <= 32 else 2e-6  # few rows: from weights kept as fp16
+        rtol = 2**-11 if 2 * T <= 32 else 2e-6  # few rows: computed from weights stored as fp16
         torch.testing.assert_close(store.mass[0].sum(-1), rows, rtol=rtol, atol=0)
 
 
 def test_page_per_head_tables_and_slots():
-    """Ragged heads, dead tokens, slots of their own."""
+    """Heads of different lengths, dead tokens, stored slots."""
     H, D, P = 2, 32, 3
     k, v, q = data(1, H, 64 * P, D, 1), data(1, H, 64 * P, D, 2), data(1, 4, 2, D, 3)
     code = formats.resolve("int8", torch.float32)
@@ -268,7 +270,7 @@ def test_page_per_head_tables_and_slots():
 
 @pytest.mark.parametrize("key", ["raw", "int8", "int4_g32"])
 def test_numbers_that_are_none(key):
-    """NaN in a query gives NaN in its rows alone; in k or v it is flagged, and stored as 0."""
+    """NaN in a query gives NaN in its rows only; in k or v it is flagged, and stored as 0."""
     store = Store(key, key, D=32)
     q, k, v = data(1, 4, 80, 32, 1), data(1, 2, 80, 32, 2), data(1, 2, 80, 32, 3)
     q[0, 1, 70, 3] = torch.nan
@@ -286,8 +288,8 @@ def test_numbers_that_are_none(key):
 @pytest.mark.parametrize("key,D,group", [("int4", 64, 3), ("int2", 128, 8), ("int4", 256, 4), ("int8", 128, 5)])
 @pytest.mark.parametrize("scale", [0.1, full(-0.1)])
 def test_queries_eight_rows_at_a_time(key, D, group, dtype, scale):
-    """As row by row, which is how queries go that do not lie in pieces of 16 bytes: large dims, NaN in a row and Inf in
-    another, several eights of rows, the last not full."""
+    """Equal to row by row, which is used for queries that are not 16-byte aligned: large dims, NaN in a row and Inf in
+    another, several groups of eight rows, the last one not full."""
     outs = []
     for shift in (0, 1):
         store = Store(key, key, H=1, D=D, dtype=dtype, twin=Twin(formats=formats_of(key, dtype=dtype)))
@@ -340,7 +342,7 @@ def test_bad_tables_are_flagged_and_harm_nothing(bad):
     rest = [table, rows, slots, NONE.bool(), NONE, NO_SEALS, 200, 64, 4, 0, 1.0, 0.0]
     _, _, mass = twin.attend(data(1, 4, 1, 32, 0), k[:, :, :0], k[:, :, :0], arena, *rest, 200)
     assert bool((mass >= 0).all()) and bool((mass <= 4).all())
-    if bad in ("entry", "none", "offset"):  # what cannot be read has no mass
+    if bad in ("entry", "none", "offset"):  # unreadable pages receive no attention
         assert not mass[0, 0, 4:68].any()
         assert mass[0, 0].sum().item() == pytest.approx(2, rel=2**-11)
     assert twin.flags & {"columns": ROWS, "negative": ROWS, "format": STAGE}.get(bad, ENTRY)
@@ -352,7 +354,7 @@ def test_bad_tables_are_flagged_and_harm_nothing(bad):
 
 @pytest.mark.parametrize("stored,T", [(68, 1), (30, 200)])
 def test_seals_onto_their_own_page_are_flagged(stored, T):
-    """Of a page that was full before the call, and of one that the call fills: the page stays raw, and as it was."""
+    """For a page that was full before the call, and one that the call fills: the page stays raw and unchanged."""
     store, twin = Store("int8", "int8", D=32), Twin()
     first, k = data(1, 2, stored, 32, 1), data(1, 2, T, 32, 2)
     store.step(data(1, 4, stored, 32, 0), first, first)

@@ -1,4 +1,4 @@
-"""CUDA's codecs, run on the host: the bytes of the CPU, bit for bit."""
+"""CUDA's codecs, run on the host: bit-identical to the CPU."""
 
 import sys
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_pages_equal_the_golden_vectors(key, value, D, size):
 @pytest.mark.parametrize("order", [0, 1, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_pages_equal_the_cpus(seed, order):
-    """Any pair of formats, dims, page size, dtype, strides; whatever order warps and lanes run in."""
+    """Any pair of formats, dims, page size, dtype, strides, in any order of warps and lanes."""
     rng = np.random.default_rng(seed)
     for _ in range(6):
         D, Dv = (int(rng.choice([32, 64, 96, 128, 160, 256, 320, 512, 576])) for _ in range(2))

@@ -1,5 +1,5 @@
-"""Around the CUDA kernels: a library without the twin's functions, an old driver, flags that are taken, memory that is
-not aligned, the first use of a device; and ops that policies and attention over parts of a cache need there."""
+"""Faults around the CUDA kernels: a library without the twin's functions, an old driver, flags, unaligned memory, the
+first use of a device; and ops that policies and attention over parts of a cache need there."""
 
 import ctypes
 import hashlib
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(cuda_twin.DEVICE != "cpu", reason="the twin's")
 
 
 def test_a_real_library_has_no_functions_of_the_twin(monkeypatch):
-    """What `Twin` calls of it are the functions of kvc_cuda.h."""
+    """The functions that `Twin` calls are those of kvc_cuda.h."""
     real, asked = cuda_twin.library(), []
 
     class Library:
@@ -63,7 +63,7 @@ def fake(folder, version=_C.__version__, abi=ABI):
 
 
 def test_kernels_of_another_version_are_refused(tmp_path):
-    """Those of the package kvcompress-cuda, say: structs could differ."""
+    """For example those of the package kvcompress-cuda: structs could differ."""
     fake(tmp_path, "0.0.9")
     ctypes.CDLL(str(tmp_path / "fake.so"))
     said = rf"of kvcompress {_C.__version__}, .*fake.so is of 0.0.9; install kvcompress-cuda=={_C.__version__}"
@@ -73,7 +73,8 @@ def test_kernels_of_another_version_are_refused(tmp_path):
 
 @pytest.mark.parametrize("abi,got", [(ABI + 1, str(ABI + 1)), (None, "one without a number")])
 def test_kernels_of_another_interface_are_refused(tmp_path, abi, got):
-    """Of the same version, that of a developer's build a day ago, say; or of a kvcompress that had no number yet."""
+    """Of the same version but another ABI number, as in an older developer build; or of a kvcompress without ABI
+    numbers."""
     fake(tmp_path, abi=ABI if abi is None else abi)
     if abi is None:
         source = (tmp_path / "fake.c").read_text().replace("int kvc_cuda_abi(void) { return ABI; }", "")
@@ -110,7 +111,7 @@ def test_the_number_changes_with_the_interface():
 
 
 def test_an_old_driver_is_said_to_be_one(tmp_path):
-    """And not a build without kernels. A process of its own: what is bound stays so."""
+    """And not as a build without kernels. In a separate process, because libraries stay bound."""
     fake(tmp_path)
     code = f"""if True:
         import ctypes, torch
@@ -136,7 +137,7 @@ def test_flags_are_taken_in_one_step():
 
 
 def test_an_arena_that_is_not_aligned_is_refused():
-    """Instead of a fault that leaves the process without its GPU."""
+    """Instead of a fault that makes the GPU unusable for the process."""
     kv, q = filled(40), torch.randn(1, 4, 1, 32)
     arena, *rest = kv.page_store.views()
     moved = torch.empty(arena.numel() + 128, dtype=torch.uint8)
@@ -208,7 +209,7 @@ extern "C" int kvc_cuda_take(uint32_t *flags, uint32_t *found, const kvc_cuda *)
 
 
 def test_a_device_is_not_prepared_inside_a_capture(tmp_path):
-    """device.cu with a runtime that counts; and a bit that is set while others are taken is there the next time."""
+    """device.cu with a counting runtime; and a bit that is set while flags are fetched is returned next time."""
     (tmp_path / "cuda_runtime.h").write_text(RUNTIME)
     (tmp_path / "calls.cu").write_text(CALLS)
     root = cuda_twin.ROOT
@@ -271,7 +272,7 @@ def test_mass_against_the_lse_of_more_tokens(T, key):
 
 @pytest.mark.parametrize("ties", [True, False])
 def test_a_budget_is_shared_by_selects(ties):
-    """As the op of the CPU does it, with equal scores too."""
+    """As the CPU's op does, including equal scores."""
     random = torch.Generator().manual_seed(int(ties))
     for _ in range(40):
         B, H, N = (int(torch.randint(1, n, (1,), generator=random)) for n in (4, 6, 40))

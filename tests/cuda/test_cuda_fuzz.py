@@ -1,5 +1,6 @@
-"""Random calls on CUDA's kernels (on the host, or on a GPU with KVCOMPRESS_TEST_DEVICE=cuda) against the CPU op:
-formats, dims, groups, masks, windows, page sizes, strides, mass. KVCOMPRESS_SOAK: seconds; a few calls otherwise."""
+"""Random calls on CUDA's kernels (on the host, or on a GPU with KVCOMPRESS_TEST_DEVICE=cuda), compared with the CPU
+op: formats, dims, groups, masks, windows, page sizes, strides, accumulated attention. KVCOMPRESS_SOAK: seconds; a
+few calls otherwise."""
 
 import os
 import sys
@@ -50,11 +51,11 @@ def test_random_calls(part):
         seed += 1
 
 
-if __name__ == "__main__":  # a fuzz target: seconds as libFuzzer takes them, its count at the end
+if __name__ == "__main__":  # a fuzz target: takes seconds like libFuzzer, prints its count at the end
     _C.alloc_poison(True)
     begin, seconds = time.time(), next(int(x.split("=")[1]) for x in sys.argv if x.startswith("-max_total_time="))
     calls = 0
     while time.time() < begin + seconds:
-        one(int(begin) * 100_000 + calls)  # other calls every time
+        one(int(begin) * 100_000 + calls)  # different calls in each run
         calls += 1
     print(f"stat::number_of_executed_units: {calls}")

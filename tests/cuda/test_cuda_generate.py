@@ -1,5 +1,5 @@
-"""Families and modes of generate() with model and cache on a device (support/far.py): what they give on the CPU, and
-each call of attention what its decoded pages give."""
+"""Families and modes of generate() with model and cache on a device (support/far.py): the results of the CPU; each
+attention call is compared with attention over its decoded pages."""
 
 import copy
 
@@ -24,7 +24,7 @@ ALL = [
     (f, m, KEYS[(i + j) % 3])
     for i, f in enumerate(families.CONFIGS)
     for j, m in enumerate(MODES)
-    if not (f in families.NO_CROP and m in CROPPING) and m != "inference_mode"  # in which FAR's tensors cannot be
+    if not (f in families.NO_CROP and m in CROPPING) and m != "inference_mode"  # which does not support FAR's tensors
 ]
 
 
@@ -55,7 +55,7 @@ def check(name, mode, key):
                 assert error(ours, theirs) <= 4 * FORMATS[key]
             elif key == "raw":
                 check_same(got.outputs, want.outputs)
-            else:  # codes at a rounding edge differ, and with them what follows; tokens that change places more so
+            else:  # codes at rounding boundaries differ, and with them later results; more so if tokens are moved
                 prompt = ours.sequences.shape[1] - len(ours.logits)
                 alike = (ours.sequences == theirs.sequences)[:, prompt:].all(0).long().cumprod(0).sum()
                 assert mode == "beams" or alike > 0

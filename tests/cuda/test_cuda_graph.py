@@ -1,4 +1,4 @@
-"""Calls that are recorded once, with their arguments, and run again, as CUDA graphs do: what changes is in tensors."""
+"""Calls that are captured once and replayed, as CUDA graphs do: everything that changes is in tensors."""
 
 import copy
 import os
@@ -17,7 +17,7 @@ from test_moving import Elsewhere, back, content
 from kvcompress import _C, KVCache, PagedKV, ops, policies
 from kvcompress.cuda_graph import CUDAGraphLayer, room_of, steps
 
-UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ  # under a sanitizer that looks at memory
+UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ  # a sanitizer is running
 OPTIONS = {
     "int8": dict(key="int8", value="int4", page_size=32),
     "kivi4": dict(key="kivi4", value="nvfp4", page_size=16),
@@ -28,15 +28,16 @@ OPTIONS = {
 
 
 def pair_of(**options):
-    """(a layer whose pages lie elsewhere, one on the CPU)."""
+    """(a layer with pages on the device, one on the CPU)."""
     with Elsewhere():
         far = PagedKV(2, 32, batch=2, device=DEVICE, **options)
     return far, PagedKV(2, 32, batch=2, **options)
 
 
 def recorded(monkeypatch, layer, qkv, how):
-    """The call `layer.attend(*qkv)`, recorded: () -> out. twin: CUDA's kernels, by the launchers' arguments; compiled:
-    the CPU's, by a graph of torch.compile. On a GPU (KVCOMPRESS_TEST_DEVICE) a CUDA graph, and a compiled one."""
+    """The captured call `layer.attend(*qkv)`: () -> out. twin: CUDA's kernels with the arguments of the launchers;
+    compiled: the CPU's, in a graph of torch.compile. On a GPU (KVCOMPRESS_TEST_DEVICE) a CUDA graph, and a compiled
+    one."""
     layer.pin()
     if how == "compiled":
         call = torch.compile(layer.attend, fullgraph=True, backend="aot_eager")
@@ -121,8 +122,8 @@ class Pair:
 ])  # fmt: skip
 @pytest.mark.parametrize("name", OPTIONS)
 def test_replay(monkeypatch, name, how, tokens):
-    """One recorded call, run over and over: through seals, after crops, beams, other appends, from an empty layer on.
-    What it stores and gives equals a layer's that is asked anew each time."""
+    """One captured call, replayed through seals, crops, beams and other appends, starting with an empty layer. Stored
+    bytes and results equal those of a layer called normally."""
     if how == "twin" and name == "dims":
         pytest.skip("what fills a dim up is an op of the graph's; the twin records ours alone")
     torch._dynamo.reset()
@@ -146,7 +147,7 @@ def test_replay(monkeypatch, name, how, tokens):
 @pytest.mark.skipif(DEVICE != "cpu", reason="launches are counted on the twin")
 @pytest.mark.parametrize("name", ["int8", "kivi4"])
 def test_one_launch_a_step(monkeypatch, name):
-    """Also where a page is sealed, which is done before."""
+    """Also when a page is sealed, which happens before."""
     pair = Pair(monkeypatch, "twin", 1, **OPTIONS[name])
     sealed = []
     real = CUDAGraphLayer._seal
@@ -206,7 +207,8 @@ def test_what_cannot_be_recorded():
 
 
 def test_the_memory_stays_or_says_so():
-    """A recorded call reads the arena where it was; whoever needs more gets an error, and nothing is lost."""
+    """A captured call reads the arena at its old address; if that would have to grow, an error is raised, and nothing
+    is lost."""
     with Elsewhere():
         pool = _C.Pool()
         first, other = (PagedKV(2, 32, key="int8", page_size=16, pool=pool) for _ in range(2))
@@ -255,7 +257,7 @@ def test_layers_step_together():
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counted on the tests' device")
 def test_one_copy_a_step(monkeypatch):
-    """Of all layers, of pinned memory, and no wait: as pages open and seal, after crops, beams, resets."""
+    """For all layers, from pinned memory, without waiting: as pages open and seal, after crops, beams, resets."""
     log, generator, m = [], torch.Generator().manual_seed(1), model("gemma3")
     with a_device() as device, torch.no_grad():
         near = KVCache(m.config, "int4", page_size=16)
@@ -307,7 +309,7 @@ def test_room_is_enough(key, page_size, slots):
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("llama", marks=pytest.mark.full)])
 @pytest.mark.parametrize("key", ["int4", pytest.param("raw", marks=pytest.mark.full)])
 def test_a_compiled_model(name, key):
-    """One graph of a decode step, with no op of the host in it, serves every step and every cache; rows with pads."""
+    """One graph of a decode step, without ops on the host, serves every step and every cache; with padded rows."""
     torch._dynamo.reset()
     m = select(model(name), "kvcompress")
     seen = []
@@ -372,5 +374,5 @@ def test_steps_that_cannot_be():
     m = select(model("llama"), "kvcompress")
     with pytest.raises(ValueError, match="step: expected max_length"), cache_of(m, "int8").step():
         pass
-    with cache_of(m, "int8", max_length=9).step():  # on the CPU the graph does it all
+    with cache_of(m, "int8", max_length=9).step():  # on the CPU the graph does everything
         pass

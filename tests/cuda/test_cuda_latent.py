@@ -1,5 +1,5 @@
-"""Heads of more than 256 dims and latents (MLA) on CUDA's kernels, run on the host: beside float64 on the stored
-values, and the bytes that a call leaves, which must be the CPU's."""
+"""Heads of more than 256 dims and latents (MLA) on CUDA's kernels, run on the host: compared with float64 over the
+stored values; the stored bytes must equal the CPU's."""
 
 import functools
 
@@ -25,7 +25,7 @@ ROWS = [x for x in list(BOUND)[3:] if x not in formats.CALIBRATED]
 
 
 def both(twin):
-    """The twin's attend; the CPU's op on a copy must leave the same pages."""
+    """The twin's attend; the CPU's op on a copy must produce the same pages."""
 
     def attend(q, k, v, arena, *rest):
         ours = arena.clone()
@@ -42,7 +42,7 @@ def latents(key, value, **options):
     return cpu.Store(key, value, H=1, **options)
 
 
-WIDE = ("int4",)  # the others differ in how rows are read, which narrow heads show too
+WIDE = ("int4",)  # the others differ in how rows are read, which narrow heads cover, too
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_latents_in_half_precision(key, value, dtype):
 @pytest.mark.parametrize("options", [{"window": 40}, {"window": -48}, {"softcap": 2.0},
                                      {"s_aux": torch.linspace(-2, 2, 9)}])  # fmt: skip
 def test_what_attention_takes(options):
-    if options.get("window", 0) < 0:  # chunks, which the reference of latents does not know
+    if options.get("window", 0) < 0:  # chunked attention, which the reference of latents does not support
         store = Store("int8", "int8", H=1, D=272, Dv=16)
         return check_heads(run_heads(store, [100, 1, 30, 1], 3, **options), BOUND["int8"])
     check(drive(latents("int8", "int8", D=96, Dv=32), [100, 1, 30, 1], 9, attend=both(Twin()), **options), 5e-3)
@@ -85,11 +85,11 @@ def by_length(ways, otherwise, q, *rest):
 
 
 def test_many_columns_are_split_and_joined():
-    """Runs of columns and blocks of rows, whatever order the warps go in: the same bits."""
+    """Runs of columns and blocks of rows, in any order of warps: bit-identical."""
     outs = []
     for order in (0, 1, 5):
         store = latents("int8", "int8", D=64, Dv=16, page_size=16)
-        ways = {280: ops.attend}, both(Twin(processors=30, order=order))  # the twin's for short calls
+        ways = {280: ops.attend}, both(Twin(processors=30, order=order))  # for the short calls
         results = list(drive(store, [280, 1, 20], 20, attend=functools.partial(by_length, *ways)))
         check(results, BOUND["int8"])
         outs.append([x[0] for x in results])
@@ -107,7 +107,7 @@ def test_many_columns_are_split_and_joined():
 )
 @pytest.mark.parametrize("key", ["raw", "int8", "int4", "kivi4", full("nvfp4"), full("fp8_e5m2"), full("int2")])
 def test_wide_heads(D, Dv, key):
-    """Heads of their own K and V; the accumulated attention is the CPU's."""
+    """Heads with separate K and V; the accumulated attention is the CPU's."""
     store = Store(key, key, H=1, D=D, Dv=Dv)
     check_heads(run_heads(store, [80, 1, 3, 1], 2, outliers=True), BOUND["raw_f32" if key == "raw" else key])
     q, k, v = data(1, 3, 5, D, 7), data(1, 1, 5, D, 8), data(1, 1, 5, Dv, 9)
@@ -118,7 +118,7 @@ def test_wide_heads(D, Dv, key):
 
 @pytest.mark.parametrize("page_size, sinks, seen", [(16, 0, 70), (64, 4, 150)])
 def test_wide_pages_are_read_packed_and_scored_as_on_the_cpu(page_size, sinks, seen):
-    """Bytes of pack, numbers of read and score_tokens; K by its mean, V in groups."""
+    """Bytes of pack, results of read and score_tokens; K by its mean, V in groups."""
     twin, D, Dv = Twin(), 576, 512
     store = Store("int4", "int4_g32", H=2, D=D, Dv=Dv, page_size=page_size, sinks=sinks)
     k, v = data(1, 2, seen, D, 1), data(1, 2, seen, Dv, 2)
@@ -147,7 +147,7 @@ def test_wide_rows_are_quantized_as_on_the_cpu(name):
 
 
 def test_numbers_that_are_none():
-    """NaN in a query gives NaN in its rows alone; in k it is flagged, and stored as 0."""
+    """NaN in a query gives NaN in its rows only; in k it is flagged, and stored as 0."""
     store, twin = latents("int8", "int8", D=64, Dv=16), Twin()
     q, k, v = data(1, 4, 40, 80, 1), data(1, 1, 40, 64, 2), data(1, 1, 40, 16, 3)
     q[0, 1, 30, 70] = torch.nan
@@ -165,7 +165,8 @@ def test_numbers_that_are_none():
 @torch.no_grad()
 @pytest.mark.parametrize("key, bound", [("raw", 1e-5), ("int8", 1e-3)])
 def test_a_model_on_a_device_reads_pages_of_latents(key, bound):
-    """Steps of DeepSeek-V3 are absorbed there: each call beside attention over the decoded pages."""
+    """Decode steps of DeepSeek-V3 are absorbed on the device: each call compared with attention over the decoded
+    pages."""
     with a_device(), shadow() as errors:
         m = there(family("deepseek_v3"))
         assert enable(m, verbose=False).fused

@@ -1,4 +1,4 @@
-"""A whole layer on CUDA's kernels, run on the host: plan, append, attend, evict, read, as on the CPU, byte for byte."""
+"""A whole layer on CUDA's kernels, run on the host: plan, append, attend, evict, read, byte-identical to the CPU."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ from kvcompress.store.device_memory import Mirror
 
 @contextlib.contextmanager
 def on(twin):
-    """The ops of the layers inside are CUDA's."""
+    """The ops within layers are CUDA's."""
     names = ("attend", "read", "compact", "pack")
     before = {name: getattr(ops, name) for name in names}
     for name in names:
@@ -40,7 +40,7 @@ def state(kv):
 )  # fmt: skip
 @pytest.mark.parametrize("page_size", [16, pytest.param(32, marks=pytest.mark.full)])
 def test_a_life_with_evictions(key, value, page_size):
-    """Appends, evictions by the same heads and by each head alone, crops: what is stored equals the CPU's."""
+    """Appends, evictions shared by the heads and per head, crops: the stored bytes equal the CPU's."""
     layers = [
         PagedKV(
             2,
@@ -54,7 +54,7 @@ def test_a_life_with_evictions(key, value, page_size):
         )
         for budget in (70, 70)
     ]
-    layers[1].page_store.steps = False  # a call that seals plans twice else, and its pages lie elsewhere
+    layers[1].page_store.steps = False  # otherwise a sealing call plans twice, and its pages have other addresses
     generator = torch.Generator().manual_seed(1)
     for i, T in enumerate((120, 1, 1, 40, 17, 1, 70)):
         q, k, v = (torch.randn(2, h, T, 32, generator=generator) for h in (4, 2, 2))
@@ -74,8 +74,8 @@ def test_a_life_with_evictions(key, value, page_size):
 
 @pytest.mark.parametrize("key,value,page_size", [("int8", "int4", 64), ("raw", "raw", 64), ("int8", "int4", 16)])
 def test_pages_that_lie_elsewhere(key, value, page_size):
-    """As on a GPU: the table on the host, pages in an arena of their own, which grows. Beams that share open pages,
-    which a call may fill and seal at once."""
+    """As on a GPU: the table on the host, pages in a separate arena that grows. Beams that share open pages, which a
+    call may fill and seal at once."""
     layers = [PagedKV(2, 32, key=key, value=value, batch=2, page_size=page_size, pool=_C.Pool()) for _ in range(2)]
     far = layers[0]
     far.page_store.mirror = Mirror(far.page_store.pool, torch.device("cpu"))

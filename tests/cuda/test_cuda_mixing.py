@@ -1,4 +1,4 @@
-"""What callers give, and what is made on the way, on a device (support/far.py) that takes no tensors of the host."""
+"""Inputs and intermediate tensors on a device (support/far.py) that rejects host tensors."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_tokens_and_scores_may_lie_there(tmp_path):
 
 
 def test_a_first_long_call_is_looked_at_there():
-    """Does K suit the format? Asked of the device's own tensors."""
+    """Whether K suits the format is checked on the device's tensors."""
     from models import model
 
     k = torch.randn(1, 2, 80, 32)
@@ -71,7 +71,7 @@ def test_a_first_long_call_is_looked_at_there():
 
 
 def test_what_kernels_find_is_raised_where_the_host_waits(tmp_path):
-    """NaN in K: not in the call that brings it, but once, at the next act that waits; and nothing is lost by it."""
+    """NaN in K raises at the next synchronization, once, not in the call itself; nothing is lost."""
     from models import model
 
     config = model("llama").config

@@ -1,5 +1,5 @@
-"""Policies where pages lie on a device (support/far.py): the same tokens, bytes and outputs as on the CPU, and no wait
-for the device between evictions."""
+"""Policies with pages on a device (support/far.py): the same tokens, bytes and outputs as on the CPU, and no
+synchronization between evictions."""
 
 import copy
 import json
@@ -57,7 +57,7 @@ CASES = {
 
 
 def names(policy):
-    """Of its class, and of the policies in it."""
+    """Names of its class, and of its inner policies."""
     inner = [getattr(policy, "policy", None), *getattr(policy, "policies", ())]
     return {type(policy).__name__}.union(*(names(x) for x in inner if x is not None))
 
@@ -81,14 +81,15 @@ RAW = formats.resolve("raw", torch.float32) * 257
 
 
 def sealed(kv):
-    """The bytes of all sealed pages, in the table's order: which address comes first depends on what else lives."""
+    """The bytes of all sealed pages, in the table's order: addresses depend on other allocations."""
     arrays, pieces = serialize.survey(kv.page_store)
     found = [*dict.fromkeys(e >> 16 for e in arrays.entries[arrays.entries >= 0].tolist() if e & 0xFFFF != RAW)]
     return serialize.gather(kv.page_store, pieces[found])[0] if found else np.empty(0)
 
 
 def same(far, here, bound=1e-3, pools=False):
-    """The two layers hold the same; scores differ by `bound`. pools: pages may have other places, and room for more."""
+    """The two layers have the same contents; scores differ by at most `bound`. pools: pages may have other addresses,
+    and spare capacity."""
     entries = [far.page_store.table.entries, here.page_store.table.entries]
     if pools:
         width = min(x.shape[2] for x in entries)
@@ -114,7 +115,7 @@ LIVES = [("raw", name) for name in CASES] + [
 
 @pytest.mark.parametrize("key,name", [pytest.param(*x, marks=() if x[1] in QUICK else pytest.mark.full) for x in LIVES])
 def test_a_life(key, name):
-    """Pads, prompts, single tokens, a crop, rows in another order, a copy; evictions in between."""
+    """Padding, prompts, single tokens, a crop, reordered rows, a copy; evictions in between."""
     policy = CASES[name]
     exact = key == "raw" and not policy.ladder
     options = {"key": key, "value": {"int8": "int4"}.get(key, key), "batch": B, "page_size": PAGE, "rope": SPEED}
@@ -153,7 +154,7 @@ def test_a_life(key, name):
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "streaming in the cache", "demote", "watch", "critical"])
 def test_a_layer_that_moves(name):
-    """To the CPU and back, between evictions: what the policy has seen goes along."""
+    """To the CPU and back, between evictions: the policy's state moves, too."""
     options = {"key": "raw", "batch": B, "page_size": PAGE, "rope": SPEED, "policy": CASES[name]}
     here, generator, evicted = PagedKV(H, D, **options), torch.Generator().manual_seed(3), set()
     with a_device():
@@ -177,7 +178,7 @@ def test_a_layer_that_moves(name):
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "streaming in the cache", "watch"])
 def test_what_files_keep(name):
-    """Out of the device and into another layer there: which goes on as the first one does."""
+    """Saved from the device and loaded to another layer there, which continues like the first one."""
     generator = torch.Generator().manual_seed(5)
     options = {"key": "int8", "batch": 1, "page_size": PAGE, "rope": SPEED, "policy": CASES[name], "device": FAR}
     with a_device():
@@ -202,7 +203,7 @@ def test_what_files_keep(name):
 
 
 def on(device):
-    """Tiny Llama, its weights on the device."""
+    """Tiny Llama with its weights on the device."""
     made = copy.deepcopy(model("llama"))
     for module in made.modules():
         for kind in (module._parameters, module._buffers):
@@ -217,7 +218,7 @@ CHAIN = policies.Chain(policies.KNorm(20), policies.SnapKV(16, 4))
     "policy", [policies.AdaKV(policies.H2O(16, 6)), *(pytest.param(x, marks=pytest.mark.full) for x in (None, CHAIN))]
 )
 def test_generate(policy):
-    """A model whose weights and cache lie on FAR, prompts with pads: the tokens of the same model on the CPU."""
+    """Weights and cache on FAR, padded prompts: the tokens of the same model on the CPU."""
     tokens, mask = left_pads(ids(2, 30), [0, 9])
     results = []
     with a_device():

@@ -1,5 +1,5 @@
-"""Long calls, whose kernels decode pages once for 64 query rows and more (prefill.cuh), against attention in float64 on
-what is stored, and the CPU's bytes."""
+"""Long calls, whose kernels decode pages once for 64 query rows and more (prefill.cuh), compared with float64
+attention over the stored values, and with the CPU's bytes."""
 
 import ctypes
 
@@ -28,14 +28,14 @@ def bound(dtype, *names):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("key", ["raw", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int2"])
 def test_every_format(key, dtype):
-    """64 and 128 rows a block, pages that end early, an own page longer than a span."""
+    """64 and 128 rows per block, pages that are not full, own pages longer than a span."""
     check(run(store(key, key, dtype, D=64, H=1), [150, 1, 70, 33], 2, dtype=dtype), bound(dtype, key))
 
 
 @pytest.mark.parametrize("group,own", [(1, 130), (4, 20), pytest.param(8, 9, marks=pytest.mark.full), (3, 50)])
 @pytest.mark.parametrize("key,value", [("raw", "raw"), ("int8", "int4"), ("int2", "fp8_e4m3")])
 def test_groups_on_heads_of_128(key, value, group, own):
-    """A block's rows are those of several tokens, and may end within one; pages of two formats, one rotated."""
+    """A block's rows are those of several tokens, and may end within one; pages of two formats, one of them rotated."""
     dtype = torch.bfloat16
     check(run(store(key, value, dtype, D=128, H=1), [4 + 128, own], group, dtype=dtype), bound(dtype, key, value))
 
@@ -58,14 +58,15 @@ def test_padding(key):
 
 @pytest.mark.parametrize("page_size,sinks", [(16, 20), (48, 0), (128, 4)])
 def test_page_borders(page_size, sinks):
-    """Pages shorter than a span, and of several; the page of sinks."""
+    """Pages shorter than a span, and of several spans; the page of sinks."""
     of = store("int8", "int8", torch.float16, D=64, H=1, page_size=page_size, sinks=sinks)
-    lengths = [sinks + 2 * page_size, 130]  # a call that seals what others left raw is not what decoded pages give
+    # a call that seals pages left raw by others differs from attention over decoded pages
+    lengths = [sinks + 2 * page_size, 130]
     check(run(of, lengths, 2, dtype=torch.float16), bound(torch.float16, "int8"))
 
 
 def test_runs_of_columns():
-    """Runs that the block which comes last makes one, and large numbers on outliers in V and K."""
+    """Runs merged by the last block, and outliers in V and K."""
     dtype = torch.float16
     for outliers in (True, "v"):
         results = run(store("int4", "int8", dtype, 8, D=64, H=1), [300, 40], 2, dtype=dtype, outliers=outliers)
@@ -76,11 +77,11 @@ def test_runs_of_columns():
 def test_scales_of_any_sign(scale):
     of = store("int8", "int4", torch.float16, D=64, H=1)
     of.scale = scale
-    assert len(list(run(of, [90, 40], 2, dtype=torch.float16))) == 2  # each beside the CPU's
+    assert len(list(run(of, [90, 40], 2, dtype=torch.float16))) == 2  # each compared with the CPU
 
 
 def test_numbers_that_are_none():
-    """NaN in a query gives NaN in its row alone."""
+    """NaN in a query gives NaN in its row only."""
     of, dtype = store("int4", "int4", torch.float16, D=64, H=1), torch.float16
     q, k, v = data(1, 2, 80, 64, 1, dtype), data(1, 1, 80, 64, 2, dtype), data(1, 1, 80, 64, 3, dtype)
     q[0, 1, 70, 3] = torch.nan
@@ -109,7 +110,7 @@ def test_mass_equals_the_cpus():
     ("nvfp4", torch.float16, 64, 64, 32, False),
 ])  # fmt: skip
 def test_who_takes_the_call(key, dtype, D, Dv, T, long):
-    """Long calls of formats and heads that these kernels have; the rest goes to those of decode."""
+    """These kernels take long calls of supported formats and heads; others use those of decode."""
     names = []
 
     @LAUNCHED

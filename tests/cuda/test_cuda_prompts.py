@@ -1,6 +1,6 @@
-"""Long calls of a layer on a device go to torch's attention (kvcompress/sdpa.py), stored tokens decoded piece by piece:
-the results of float64 on what is stored, the bytes of the op alone. On a GPU by torch's kernels, elsewhere float64 is
-in their place."""
+"""Long calls of a layer on a device use torch's attention (kvcompress/sdpa.py), with stored tokens decoded in parts:
+compared with float64 over the stored values, and with the bytes of the op. On a GPU with torch's kernels, elsewhere
+with float64."""
 
 import copy
 
@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 
 
 def attention(q, k, v, causal, scale):
-    """What torch's kernels give, in float64; lse is inf where a sum is none, as flash has it."""
+    """The result of torch's kernels in float64; lse is inf if a sum is invalid, as in flash attention."""
     K, V = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q.double() @ K.transpose(2, 3) * scale
     if causal:
@@ -36,8 +36,8 @@ def attention(q, k, v, causal, scale):
 
 
 class Spy:
-    """In place of `PagedKV.dense_op`. calls: (tokens attended to, causal). fail: what the call of that number raises,
-    or gives."""
+    """Replaces `PagedKV.dense_op`. calls: (tokens attended to, causal). fail: exception or result of the call of that
+    number."""
 
     def __init__(self):
         self.calls, self.fail = [], {}
@@ -82,14 +82,14 @@ def there(*tensors):
 
 
 def by_op(kv):
-    """The same layer, of which the op does all."""
+    """The same layer with everything done by the op."""
     kv = kv.clone()
     kv.dense_op = lambda *_: None
     return kv
 
 
 def wanted(before, q, k, v, scale=D**-0.5):
-    """out [B, Hq, T, D], lse of float64 on K and V before the call, own tokens exact."""
+    """out [B, Hq, T, D], lse of float64 over K and V before the call, own tokens unrounded."""
     K, V = (torch.cat([x.cpu(), y], 2).double().repeat_interleave(G, 1) for x, y in zip(before, (k, v), strict=True))
     slot = torch.arange(K.shape[2])
     scores = q.double() @ K.transpose(2, 3) * scale
@@ -109,7 +109,7 @@ def check(out, lse, want, dtype=BF16):
         ("int8", "int2", torch.float16), ("int8", "int2", BF16))),
 ])  # fmt: skip
 def test_long_calls(spy, key, value, dtype):
-    """Nothing stored; an open page; some pieces, the last ones shorter. The same pages as the op's."""
+    """Empty layers; an open page; some parts, the last ones shorter. The same pages as the op's."""
     with a_device():
         kv = layer(key=key, value=value, dtype=dtype)
         for i, (T, parts) in enumerate([(150, [150]), (1, []), (1, []), (130, [130, 52, 64, 36]),
@@ -121,7 +121,7 @@ def test_long_calls(spy, key, value, dtype):
             assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
             theirs, _ = twin.attend(*there(q, k, v))
             assert same(state(kv), state(twin))
-            if key == "raw" or parts == [150]:  # the op seals first, and attends to that
+            if key == "raw" or parts == [150]:  # the op seals first, and attends to the result
                 assert error(theirs.cpu(), out.cpu().double()) <= 2 * BOUND[dtype]
             if parts:
                 check(out, lse, wanted(before, q, k, v), dtype)
@@ -163,7 +163,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_op_attends(spy, name):
-    """Calls that torch's kernels would answer differently, or not at all."""
+    """Calls for which torch's kernels would give another result, or none."""
     case = dict(REFUSED[name])
     options = case.pop("layer", {})
     T, pads, evict, query = (case.pop(x, None) for x in ("T", "pads", "evict", "query"))
@@ -198,7 +198,7 @@ def test_the_op_attends(spy, name):
     ({"policy": policies.KNorm(1000)}, {}),
 ])  # fmt: skip
 def test_what_sees_all(spy, options, call):
-    """Windows as long as the past; policies that ask for no attention of the call, before they evict."""
+    """Windows as long as the past; policies that need no attention of the call, before they evict."""
     with a_device():
         kv, least = layer(**options), []
         for i, T in enumerate((140, 160)):
@@ -242,7 +242,7 @@ def test_a_failure_changes_nothing(spy, error, where):
     pytest.param(0, torch.OutOfMemoryError("none left"), marks=pytest.mark.full),
 ])  # fmt: skip
 def test_the_op_goes_on(spy, where, answer):
-    """Where no kernel takes a part, or memory ends."""
+    """If no kernel supports a part, or memory is exhausted."""
     with a_device():
         kv = layer()
         kv.append(*there(*draw(150, 1)[1:]))
@@ -255,7 +255,7 @@ def test_the_op_goes_on(spy, where, answer):
 
 @pytest.mark.parametrize("stored", [0, 150])
 def test_numbers_that_are_none(spy, stored):
-    """NaN or Inf in a query is NaN in its row alone; in K it is flagged."""
+    """NaN or Inf in a query is NaN in its row only; in K it is flagged."""
     with a_device():
         kv = layer()
         if stored:
@@ -279,7 +279,7 @@ def test_numbers_that_are_none(spy, stored):
 
 
 def test_generate(spy):
-    """A model in bf16: its prompt, and a second one after it."""
+    """A model in bf16: its prompt, and a second one."""
     results = []
     with a_device(), torch.no_grad():
         m = far_kernels.there(select(copy.deepcopy(model("llama")).to(BF16), "kvcompress"))
@@ -295,7 +295,7 @@ def test_generate(spy):
 
 @pytest.fixture(params=["cudnn", "flash"])
 def backend(request, monkeypatch):
-    """One of torch's kernels alone."""
+    """A single one of torch's kernels."""
     old = not GPU or torch.cuda.get_device_capability() not in ((9, 0), (10, 0), (10, 3))
     if request.param == "cudnn" and (old or torch.backends.cudnn.version() <= 91500):
         pytest.skip("a Hopper or a Blackwell, with cuDNN 9.15.1")
@@ -313,7 +313,8 @@ def backend(request, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("T", [2048, 300])
 def test_kernels_of_torch(backend, monkeypatch, dtype, T):
-    """Each kernel, at the size of a model, beside the op's own and float64; every head of a group has its K and V."""
+    """Each kernel at realistic sizes, compared with the op and float64; K and V are expanded to every head of a
+    group."""
     monkeypatch.setattr(sdpa, "PIECE", 2048)
     generator = torch.Generator("cuda").manual_seed(1)
 

@@ -1,5 +1,5 @@
-"""Caches on several streams of a device. Two that share a pool: pages that one gives back, while its kernels still read
-them, are the other's next. Streams that are late in a thread stand in where there is no GPU."""
+"""Caches on several streams of a device. If two share a pool, pages that one frees while its kernels still read them
+may be reused by the other. Without a GPU, delayed streams are emulated by threads."""
 
 import contextlib
 import threading
@@ -23,7 +23,7 @@ SIZE = 64 << 10
 
 
 class Stream:
-    """Kernels in order, in a thread of their own."""
+    """Kernels in order, in a separate thread."""
 
     def __init__(self, device=None):
         self.queue, self.last, self.cuda_stream = CopyThread(), None, id(self)
@@ -37,7 +37,7 @@ class Stream:
 
 
 class Streams:
-    """torch.cuda, as far as a lane asks it; each thread is on a stream of its own choice."""
+    """The part of torch.cuda that copy streams use; each thread is on a stream of its choice."""
 
     def __init__(self, monkeypatch):
         self.on, self.recorded = threading.local(), []
@@ -68,7 +68,7 @@ def arena_of(pool):
 
 
 def read_late(arena, at, found, gate):
-    """Queues a kernel that reads a page when the gate is open."""
+    """Queues a kernel that reads a page when the gate opens."""
     memory = arena.joined()
     torch.cuda.current_stream().launch(lambda: (gate.wait(), found.append(memory[at : at + SIZE].clone())))
 
@@ -80,7 +80,7 @@ def write(arena, at, byte):
 
 @pytest.mark.parametrize("joins", [True, False])
 def test_a_page_that_another_stream_still_reads(joins, streams, monkeypatch):
-    if not joins:  # what the test would show
+    if not joins:  # the error that the test would find
         monkeypatch.setattr(CudaCopyStream, "join", lambda lane, memory: None)
     pool, found, gate = _C.Pool(1 << 24), [], threading.Event()
     (at,) = pool.take(np.array([SIZE]))
@@ -104,7 +104,7 @@ def test_a_page_that_another_stream_still_reads(joins, streams, monkeypatch):
 
 
 def test_every_stream_waits_for_every_other(streams):
-    """Not only for the last: any of them may have given a page back. Memory stays until all of them are done."""
+    """Not only for the last one: any stream may have freed a page. Memory is kept until all are done."""
     pool, found, gate = _C.Pool(1 << 24), [], threading.Event()
     pages = pool.take(np.full(3, SIZE))
     arena, those = arena_of(pool), [Stream() for _ in range(4)]
@@ -137,7 +137,7 @@ def test_a_stream_of_its_own_pool_waits_for_nobody(streams):
 
 
 def test_copies_come_after_all_streams(streams, monkeypatch):
-    """What is copied out is marked behind the work of every stream that has used the memory."""
+    """Copies out are ordered after the work of every stream that has used the memory."""
     joined = []
     monkeypatch.setattr(CudaCopyStream, "join", lambda lane, memory: joined.append(memory))
     monkeypatch.setattr(CudaCopyStream, "mark", lambda lane: len(joined))
@@ -156,15 +156,15 @@ def test_a_stream_that_rests_is_waited_for_once(streams):
     late = threading.Thread(target=lambda: (streams.stream(a).__enter__() and None) or arena.joined())
     late.start()
     late.join()
-    with streams.stream(b):  # another thread's last work may come after its call: it is waited for again
+    with streams.stream(b):  # another thread's last work may come after its call: wait for it again
         arena.joined()
         arena.joined()
     assert waits == [a] * 4
 
 
 def test_what_a_layer_keeps_on_the_device(monkeypatch):
-    """Entries and sums that another stream's calls have left are used behind that stream, and live until this one is
-    done with them."""
+    """Entries and sums written by another stream's calls are used after that stream, and kept until this one is
+    done."""
     log, generator = [], torch.Generator().manual_seed(1)
     with a_device():
         kv = PagedKV(2, 32, key="int8", page_size=16, device=FAR, policy=policies.H2O(40, slack=8))
@@ -177,7 +177,7 @@ def test_what_a_layer_keeps_on_the_device(monkeypatch):
         kv.attend(*(x.to(FAR) for x in draw(generator, 30)))
         mirror = kv.page_store.mirror
         assert log.index("join") < log.index("sent")
-        for stream, found in ((8, 2), (8, 0), (7, 2)):  # what is there is another stream's, or this one's
+        for stream, found in ((8, 2), (8, 0), (7, 2)):  # written by another stream, or by this one
             before, on[0] = (mirror.entries, mirror.rows[0]), stream
             del log[:]
             mirror.views(kv.page_store.table)
@@ -191,14 +191,14 @@ def test_what_a_layer_keeps_on_the_device(monkeypatch):
 
 
 def test_ordinary_calls_are_not_captured(streams, monkeypatch):
-    """They would write the same token at every run."""
+    """They would write the same token in every run."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with streams.stream(Stream()), pytest.raises(ValueError, match="got an ordinary one during capture"):
         arena_of(_C.Pool(1 << 24)).joined()
 
 
 def test_a_step_copies_what_is_not_there_yet():
-    """Decode: entries when a page begins or is sealed, rows of 64 steps at once. What is there is the table's."""
+    """Decode: entries when a page begins or is sealed, rows of 64 steps at once. The device's copy equals the table."""
     generator = torch.Generator().manual_seed(1)
     with a_device() as device:
         kv = PagedKV(2, 32, key="int8", page_size=16, batch=2, device=FAR)
@@ -213,9 +213,9 @@ def test_a_step_copies_what_is_not_there_yet():
             return len(device.copies) - before
 
         call(100)
-        fills = 128 // 16  # each sends seals and entries; rows go twice or three times
+        fills = 128 // 16  # each sends seals and entries; rows are sent two or three times
         assert sum(call(1) for _ in range(128)) <= 2 * fills + 3
-        for _ in range(3):  # rows that are there
+        for _ in range(3):  # the rows are already there
             call(1)
         kv.crop(kv.seen - 2)
         assert call(1) == 0
@@ -231,8 +231,9 @@ def draw(generator, T):
 
 @pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_two_layers_on_two_streams(shared):
-    """Appends, attention and resets in turn, each on its own stream, kernels of one queued behind a long one: what they
-    hold and give is a CPU layer's. On a GPU with KVCOMPRESS_TEST_DEVICE=cuda; else the calls alone."""
+    """Appends, attention and resets alternating on separate streams, with short kernels queued after long ones:
+    contents and results are those of a CPU layer. On a GPU with KVCOMPRESS_TEST_DEVICE=cuda; otherwise only the
+    calls."""
     gpu, generator = FAR.type == "cuda", torch.Generator().manual_seed(1)
     pools = [_C.Pool()] * 2 if shared else [_C.Pool(), _C.Pool()]
     options = {"key": "int8", "value": "int4", "page_size": 16}
@@ -264,7 +265,7 @@ def test_two_layers_on_two_streams(shared):
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="KVCOMPRESS_TEST_DEVICE=cuda")
 def test_memory_outlives_its_layer():
-    """A layer that goes while its kernels are queued: its memory is not given on before they are done."""
+    """A layer is freed while its kernels are queued: its memory is not reused before they are done."""
     generator, stream = torch.Generator().manual_seed(1), torch.cuda.Stream()
     kv = PagedKV(2, 32, device=FAR)
     kv.attend(*(x.to(FAR) for x in draw(generator, 500)))  # memory of the default stream

@@ -1,5 +1,5 @@
-"""Calls of one token a row whose open pages are raw: bytes and results of the CPU's op, by one launch where attention
-writes the token (token.cuh), or few (token.cu)."""
+"""Calls of one token per row on raw open pages: bytes and results of the CPU's op, by a single launch if attention
+writes the token (token.cuh), or by a few (token.cu)."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ TWIN = pytest.mark.skipif(DEVICE != "cpu", reason="launches are counted on the t
 
 
 class Noted:
-    """A twin that knows of open raw pages, and the kernels that its calls have launched."""
+    """A twin with KVC_OPEN_RAW that records the kernels launched by its calls."""
 
     def __init__(self, *names, open_raw=True, **options):
         self.names = []
@@ -22,7 +22,7 @@ class Noted:
                          **options)  # fmt: skip
 
     def taken(self):
-        """What was launched since the last time, without dims."""
+        """Kernels launched since the last call, without dims."""
         names, self.names[:] = [x.removeprefix("kvc_").rsplit("_", 1)[0] for x in self.names], []
         return names
 
@@ -33,7 +33,7 @@ class Noted:
     pytest.param(320, 512, 16, 4, 1, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_bytes_and_results(dtype, D, Dv, page_size, sinks, B):
-    """Sinks, open pages, a launch that seals in the same call. Each call's pages are compared with the CPU's
+    """Sinks, open pages, a launch that seals in the same call. The pages of each call are compared with the CPU's
     (Store.step)."""
     noted = Noted("int8", "int4")
     store = Store("int8", "int4", B=B, D=D, Dv=Dv, dtype=dtype, page_size=page_size, sinks=sinks, twin=noted.twin)
@@ -56,8 +56,8 @@ EVERY_COMMIT = (("int4", 1), ("int4", 64), ("raw", 64))  # nvfp4 takes 20 second
     ],
 )
 def test_rows_that_are_cut_up(key, dtype, counters):
-    """The run that has the token's column writes it, the last one adds all up; counters are 0 behind each call
-    (Twin.record). Too few of them, or none: the token has a launch of its own."""
+    """The run with the token's column writes it, the last run merges all; counters are 0 after each call
+    (Twin.record). With too few counters, or none, the token is written by a separate launch."""
     noted = Noted(key, processors=16, counters=counters)
     store = Store(key, key, B=1, H=2, D=64, dtype=dtype, page_size=64, sinks=4, twin=noted.twin)
     list(run(store, [1500, 1], 2, dtype=dtype))
@@ -70,7 +70,7 @@ def test_rows_that_are_cut_up(key, dtype, counters):
 
 @TWIN
 def test_launches():
-    """Attention alone; the kernels that write beside it where pages are sealed, or nothing is known of them."""
+    """Attention only; plus the kernels that write if pages are sealed, or formats are unknown."""
     noted, other = Noted("int8"), Noted("int8", open_raw=False)
     stores = [Store("int8", "int8", H=1, D=64, page_size=16, dtype=torch.bfloat16, twin=x.twin) for x in (noted, other)]
     for store in stores:
@@ -98,7 +98,7 @@ def call(store, arena, table, rows, seals=NO_SEALS, q=None, k=None):
 
 
 def prepared():
-    """A store of 31 tokens, and its arena, table and rows as a call of one more is to find them."""
+    """A store of 31 tokens, with its arena, table and rows as a call with one more token finds them."""
     store = Store("int8", "int8", H=2, D=64, page_size=16, twin=Noted("int8").twin)
     list(run(store, [30, 1], 1))
     assert len(store.table.plan(1)) == 0
@@ -107,7 +107,7 @@ def prepared():
 
 
 def test_room_for_seals_that_are_none():
-    """As a recorded call has it."""
+    """As in a captured call."""
     store, arena, table, rows = prepared()
     want, here = arena.clone(), arena.clone()
     results = [call(store, x, table, rows, seals=s) for x, s in
@@ -118,10 +118,11 @@ def test_room_for_seals_that_are_none():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_page_that_the_token_fills(dtype):
-    """Sealed in the same call, which a table plans for longer ones: as the CPU does it, and the kernel of all calls."""
+    """Sealed in the same call, which a table plans only for longer ones: the results of the CPU and of the general
+    kernel."""
     raw, code = formats.resolve("raw", dtype), formats.CODES["int8"]
     opened, sealed = (2 * _C.page_bytes(x, x, 64, 48, 16) for x in (raw, code))
-    pair = raw << 8 | raw  # the open page at 0, the sealed one behind it, then sinks
+    pair = raw << 8 | raw  # the open page at 0, then the sealed one, then sinks
     table = torch.tensor([[[(opened + sealed) // 64 << 16 | pair, opened // 64 << 16 | code << 8 | code]]])
     arena = torch.full((2 * opened + sealed,), 0xFF, dtype=torch.uint8)
     seals, results = torch.tensor([[-1, -1], [pair, int(table[0, 0, 1])]]), []
@@ -148,7 +149,7 @@ ROOM = torch.full((3, 2), -1, dtype=torch.int64)
 @pytest.mark.parametrize("seals", [NO_SEALS, ROOM])
 @pytest.mark.parametrize("how", ["not raw", "none", "outside", "short"])
 def test_pages_that_take_no_token(how, seals):
-    """Said, and nothing written."""
+    """Flagged, and nothing is written."""
     store, arena, table, rows = prepared()
     before, column = arena.clone(), 1 + (31 - 4) // 16
     code = formats.CODES["int8"]
@@ -180,4 +181,4 @@ def test_what_is_not_finite(dtype, seals):
     for arena, x, flag in zip(arenas, (k, clean), (FINITE, 0), strict=True):
         call(store, arena, table, rows, seals=seals, q=clean, k=x)
         assert store.twin.flags == flag
-    assert torch.equal((arenas[0] & 0x7F), (arenas[1] & 0x7F))  # the sign of NaN is nobody's
+    assert torch.equal((arenas[0] & 0x7F), (arenas[1] & 0x7F))  # the sign of NaN is unspecified

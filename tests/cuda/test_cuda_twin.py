@@ -1,5 +1,5 @@
-"""The host twin of the GPU: its MMAs against the fragment tables of the PTX ISA (9.7.14.5: m16n8k16, m16n8k32), and the
-faults that it must catch."""
+"""The host twin of the GPU: its MMAs compared with the fragment tables of the PTX ISA (9.7.14.5: m16n8k16, m16n8k32),
+and the faults that it must detect."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ GROUP, THREAD = np.arange(32) >> 2, np.arange(32) & 3
 
 
 def a_place(elements, i):
-    """(row, column) of A's element a_i of every lane; elements a register: 2 (k16) or 4 (k32)."""
+    """(row, column) of A's element a_i in every lane; elements per register: 2 (k16) or 4 (k32)."""
     row = np.where((i // elements) % 2 == 0, GROUP, GROUP + 8)
     return row, THREAD * elements + i % elements + (4 * elements if i >= 2 * elements else 0)
 
@@ -60,15 +60,15 @@ def test_mma_follows_the_fragment_tables(what):
 @pytest.mark.parametrize(
     "x,n,there,want",
     [
-        (2.0**-24, 16, 0, 2.0**-20),  # subnormals count
+        (2.0**-24, 16, 0, 2.0**-20),  # subnormals are used
         (2.0**-12 * (1 + 2.0**-10), 1, 0, 2.0**-12 * (1 + 2.0**-10)),
-        (2.0**-24, 16, 2, 2),  # each is below what is kept beside 2
+        (2.0**-24, 16, 2, 2),  # each is below the precision kept next to 2
         (-(2.0**-22), 1, 2, 2 - 2.0**-22),
-        (3 * 2.0**-24, 8, 2, 2 + 2.0**-20),  # cut off, not rounded
+        (3 * 2.0**-24, 8, 2, 2 + 2.0**-20),  # truncated, not rounded
     ],
 )
 def test_mma_cuts_off_as_tensor_cores_do(x, n, there, want):
-    """Of n products x * 1 and what was there, all in lane 0's row and column."""
+    """For n products x * 1 and an accumulator, all in lane 0's row and column."""
     a, b, d = np.zeros((32, 4), np.uint32), np.zeros((32, 2), np.uint32), np.zeros((32, 4), np.float32)
     half, one = (int(np.array(v, np.float16).view(np.uint16)) for v in (x, 1))
     for k in range(n):
@@ -81,7 +81,7 @@ def test_mma_cuts_off_as_tensor_cores_do(x, n, there, want):
 
 
 def test_bytes_and_halves():
-    """Bytes picked of two words; pairs of fp16 subtracted and widened."""
+    """Bytes selected from two words; pairs of fp16 subtracted and widened."""
     halves = np.random.default_rng(2).integers(-99, 99, (32, 8)).astype(np.float16)
     a, d = halves.view(np.uint32).copy(), np.zeros((32, 4), np.uint32)
     probe(2, a, np.zeros((32, 2), np.uint32), d)
@@ -96,7 +96,7 @@ def test_bytes_and_halves():
 
 
 def test_small_floats_are_exact():
-    """All codes of both fp8 formats as fp16: e4m3 by the bit trick of sm_80 is 2^-8 of its value."""
+    """All codes of both fp8 formats as fp16: e4m3 by the bit operations of sm_80 is 2^-8 of its value."""
     import torch
 
     codes = np.arange(256, dtype=np.uint8)
@@ -122,7 +122,7 @@ FAULTS = {
 
 
 def test_faults_are_caught(tmp_path):
-    """Each ends its process: children of one that has imported torch."""
+    """Each fault ends its process: children of one that has imported torch."""
     code = """if True:
         import os, sys
         import numpy as np, test_cuda_twin as t

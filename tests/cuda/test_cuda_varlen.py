@@ -1,5 +1,5 @@
-"""An engine's batches on the device: attend_varlen and store_tokens of the CUDA sources beside those of the CPU, the
-same bytes in the same blocks, and attention in float64."""
+"""An engine's batches on the device: attend_varlen and store_tokens of the CUDA sources compared with the CPU's: the
+same bytes in the same blocks, and float64 attention."""
 
 import math
 
@@ -16,7 +16,7 @@ APART = {"int4": 2e-2, "int2": 2e-2, "kivi4": 2e-2}
 
 
 def pair_of(name, n, **options):
-    """(one on the device, one on the CPU): the same engine twice."""
+    """The same engine on the device and on the CPU."""
     made = []
     for _ in range(2):
         torch.manual_seed(7)
@@ -28,7 +28,7 @@ def pair_of(name, n, **options):
 
 
 def step(pair, monkeypatch, lengths, twin=TWIN, max_query=0, **more):
-    """The same step on both; the device's arguments."""
+    """The same step on both; returns the device's arguments."""
     far, near = pair
     a = near.step(lengths, **more)
     with monkeypatch.context() as patch:
@@ -63,7 +63,7 @@ FULL = [
 
 @pytest.mark.parametrize("name,options", [*CASES, *(pytest.param(*x, marks=pytest.mark.full) for x in FULL)])
 def test_batches_as_on_the_cpu(name, options, monkeypatch):
-    """Prompts and decode steps in one call, pages that seal within a call, in random blocks: bytes, results, lse."""
+    """Prompts and decode steps in one call, pages sealed within a call, in random blocks: bytes, results, lse."""
     pair = pair_of(name, 4, **options)
     worst = max(APART.get(part, 5e-3) for part in name.split("/"))
     near64 = BOUND[name.split("/")[-1]] + (2e-2 if "dtype" in options else 0)
@@ -75,7 +75,7 @@ def test_batches_as_on_the_cpu(name, options, monkeypatch):
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_decode_steps_that_say_so(name, monkeypatch):
-    """One token a sequence, at most: one pass; sequences without one are left alone."""
+    """At most one token per sequence: a single pass; sequences without a token are unchanged."""
     pair = pair_of(name, 5)
     step(pair, monkeypatch, [62, 1, 200, 63, 64])
     for i in range(4):
@@ -101,7 +101,7 @@ def test_drafts_that_are_taken_back(name, monkeypatch):
 
 @pytest.mark.parametrize("most", [5, pytest.param(62, marks=pytest.mark.full)])
 def test_drafts_sealed_like_all_tokens(most, monkeypatch):
-    """By lengths alone: raw tokens of a page that was sealed are still there."""
+    """By lengths alone: the raw tokens of a sealed page are still available."""
     generator = torch.Generator().manual_seed(3)
     pair, again = pair_of("int4", 3, ring=2), 0
     step(pair, monkeypatch, [62, 125, 190])
@@ -131,7 +131,7 @@ def test_tokens_that_another_layer_stored(name, monkeypatch):
 
 
 def test_a_recorded_call_finds_what_is_new(monkeypatch):
-    """The host reads nothing: one call, recorded, serves other lengths, blocks and batches of the same sizes."""
+    """The host reads nothing: one captured call serves other lengths, blocks and batches of the same sizes."""
     far, near = pair_of("int4", 3)
     first = near.arguments([1, 1, 1])
     at = {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in first.items()}
@@ -148,7 +148,7 @@ def test_a_recorded_call_finds_what_is_new(monkeypatch):
         if i in (0, 63, 64, 65, 129):
             assert float((at["out"].cpu() - a["out"])[: sum(lengths)].abs().max()) <= 2e-2
             assert torch.equal(at["cache"].cpu(), near.cache) and torch.equal(at["residual"].cpu(), near.residual)
-        if i == 64:  # the second goes, another begins
+        if i == 64:  # the second one ends, another starts
             near.table[1] = [near.free.pop() for _ in range(8)]
             near.k[1], near.v[1], near.sealed[1] = near.k[1][:0], near.v[1][:0], 0
 
@@ -190,8 +190,8 @@ BAD = [
 
 @pytest.mark.parametrize("flag,change,only", BAD, ids=range(len(BAD)))
 def test_what_cannot_be_is_flagged_and_touches_nobody_else(flag, change, only, monkeypatch):
-    """Indices and lengths that the host cannot see: nothing out of bounds, and the others have what they have without
-    it."""
+    """Invalid indices and lengths that the host cannot see: nothing out of bounds, and other sequences are
+    unaffected."""
     far, near = pair_of("int4", 3)
     step((far, near), monkeypatch, [70, 70, 70])
     a = far.arguments([1, 2, 30])
@@ -206,7 +206,7 @@ def test_what_cannot_be_is_flagged_and_touches_nobody_else(flag, change, only, m
 
 
 def test_slots_without_attention():
-    """Also nowhere, and behind the last block."""
+    """Also with invalid slots: negative, and after the last block."""
     cases = ("raw", torch.bfloat16, 64), ("int8", torch.float32, 64), ("fp8_e4m3", torch.float16, 288)
     for name, dtype, D in cases:
         far, near = pair_of(name, 1, dtype=dtype, D=D, Dv=32)
@@ -227,7 +227,7 @@ def test_slots_without_attention():
 
 @pytest.mark.skipif(UNWRITTEN, reason="compares what nobody wrote")
 def test_more_sequences_than_processors(monkeypatch):
-    """Many sequences, few columns; and few with many, which are cut into runs."""
+    """Many sequences with few columns; and few sequences with many columns, which are split into runs."""
     for name, lengths in (("int8", [1] * 13), ("int4", [250, 230])):
         pair = pair_of(name, len(lengths), pages=4, blocks=8 * len(lengths))
         twin = Twin(processors=64)

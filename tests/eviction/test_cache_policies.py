@@ -1,4 +1,4 @@
-"""Policies in a KVCache, under transformers: against the papers' formulas as an attention function of their own."""
+"""Policies in a KVCache under transformers, compared with the papers' formulas in a separate attention function."""
 
 import copy
 import resource
@@ -20,7 +20,7 @@ from kvcompress.policies import H2O, TOVA, AdaKV, CriticalKV, ExpectedAttention,
 
 
 def resident():
-    """Bytes that the process holds."""
+    """Resident memory of the process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -38,7 +38,7 @@ LENGTHS = [40, 33, 1, 1, 1, 26, *[1] * 20]
 
 
 def as_the_paper_says(m, rule, budget, tokens, lengths):
-    """Logits of one row without pads: attention of every layer by a Row."""
+    """Logits of one row without padding, with the attention of every layer computed by a Row."""
     rows = {}
 
     def attention(module, query, key, value, mask, scaling=None, **options):
@@ -76,7 +76,7 @@ def test_logits_of_a_padded_batch(case, name):
 
 @pytest.mark.parametrize("policy", [H2O(40), StreamingLLM(4, 36), SnapKV(40, 8), AdaKV(KNorm(40))], ids=repr)
 def test_ways_to_generate(policy):
-    """Beams, chunks, drafts that are rejected, turns: nothing is lost, and a copy goes its own way."""
+    """Beams, chunks, rejected drafts, turns: no token is lost, and a copy continues independently."""
     m = select(copy.deepcopy(model("llama")), "kvcompress")
     for options in ({"num_beams": 3}, {"prefill_chunk_size": 11}, {"prompt_lookup_num_tokens": 4}, {}):
         cache = cache_of(m, "int8", policy=policy)
@@ -134,7 +134,8 @@ def test_what_other_attention_cannot_do_is_refused():
 
 @pytest.mark.parametrize("implementation,T", [("sdpa", 2), ("eager", 1)])
 def test_layers_that_keep_other_numbers_of_tokens_want_our_attention(implementation, T):
-    """Transformers makes one mask for all layers. Nothing is lost: our attention goes on from the same cache."""
+    """Transformers makes one mask for all layers, so other attention raises. Nothing is lost: our attention continues
+    with the same cache."""
     m = select(copy.deepcopy(model("llama")), implementation)
     cache = cache_of(m, "raw", policy=policies.PyramidBudget(KNorm(40, slack=1), 3))
     tokens = ids(1, 64)
@@ -150,7 +151,7 @@ def test_layers_that_keep_other_numbers_of_tokens_want_our_attention(implementat
 
 
 def test_one_query_at_a_time_needs_no_mask():
-    """Under sdpa: layers may keep different numbers of tokens."""
+    """With sdpa, layers may then keep different numbers of tokens."""
     m = copy.deepcopy(model("llama"))
     policy, lengths = policies.PyramidBudget(KNorm(40, slack=1), 3), [60, *[1] * 9]
     want = logits_of(select(m, "kvcompress"), cache_of(m, "raw", policy=policy), lengths)
@@ -160,7 +161,7 @@ def test_one_query_at_a_time_needs_no_mask():
 
 
 def test_drafts_by_head_want_our_attention():
-    """But for a single head in a single layer: a crop leaves the others with different numbers of tokens."""
+    """Except for a single head in a single layer: after a crop, heads have different numbers of tokens."""
     config = copy.deepcopy(model("llama").config)
     config._attn_implementation, config.num_key_value_heads = "sdpa", 1
     config.num_hidden_layers = 2
@@ -171,7 +172,7 @@ def test_drafts_by_head_want_our_attention():
 
 
 def test_layers_of_their_own_widths_stay_as_they_are():
-    """Without a policy: cross-attention layers hold what they were given first, beside those that grow."""
+    """Without a policy: cross-attention layers keep their initial contents, next to layers that grow."""
     cache = kvcompress.KVCache(select(copy.deepcopy(model("llama")), "sdpa").config, "raw")
     wide, narrow = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 4, 16)
     assert cache.update(wide, wide, 0)[0].shape[2] == 9
@@ -243,7 +244,7 @@ def test_caches_by_the_names_of_tutorials():
 
 @pytest.mark.parametrize("policy", [StreamingLLM(4, 252), H2O(256)], ids=repr)
 def test_flat_over_twenty_thousand_tokens(policy):
-    """Bytes, pages and what the process holds; a layer alone."""
+    """Bytes, pages and resident memory, for a single layer."""
     kv = PagedKV(2, 32, key="int8", policy=policy)
     held = []
     generator = torch.Generator().manual_seed(0)
@@ -270,7 +271,7 @@ def test_a_policy_is_bound_to_the_model():
     assert 40 <= len(cache.kept(1).slots[0][0]) < 40 + PAGE
     again = policies.from_dict(policy.to_dict())
     assert again.policies[0].outputs == [] and again.policies[0].first == 0.5
-    with patch_generate(m, policy=policy, page_size=PAGE) as patch:  # makes a policy for each call
+    with patch_generate(m, policy=policy, page_size=PAGE) as patch:  # creates a policy per call
         m.generate(ids(1, 200), max_new_tokens=1)
     assert patch.calls == 1
 

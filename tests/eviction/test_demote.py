@@ -1,4 +1,5 @@
-"""Demotion: which pages go down, to what, and what is in them then; against loops that share no code with it."""
+"""Demotion: which pages are re-encoded, in which format, and their contents; compared with loops that share no code
+with it."""
 
 import itertools
 
@@ -23,7 +24,7 @@ def feed(kv, calls, seed=0):
 
 
 def pages(kv):
-    """For each row and head: {slot: (column, K format, V format)} of what lives."""
+    """For each row and head: {slot: (column, K format, V format)} of live tokens."""
     table, found = kv.page_store.table, []
     for b, h in itertools.product(range(kv.batch), range(H)):
         line = h if table.rows.shape[1] > 1 else 0
@@ -40,7 +41,7 @@ def pages(kv):
 
 
 def expected(before, after, score, seen, shares, ladder, sinks=4):
-    """Formats of the slots that stay: by page, ranked by mean score; loops over dicts."""
+    """Formats of the kept slots: pages ranked by mean score, with loops over dicts."""
     columns = {}
     for slot, (column, *_) in before.items():
         if slot in after and column > 0:
@@ -57,7 +58,7 @@ def expected(before, after, score, seen, shares, ladder, sinks=4):
 
 
 def rounded(x, name):
-    """What `name` makes of a row."""
+    """A row after quantization with format `name`."""
     return codec.ref_values(*codec.ref_quantize(x[None].numpy(), name), name)[0]
 
 
@@ -100,7 +101,7 @@ def test_pages_go_down_by_their_mean_score(policy, shares, monkeypatch):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("inner", [H2O(100, 20), SnapKV(100, 8), StreamingLLM(4, 96)], ids=repr)
 def test_attention_is_that_over_what_is_read_back(inner, options):
-    """Every format of the ladder in one sequence; crops and copies in between."""
+    """Every format of the ladder in one sequence, with crops and copies in between."""
     kv = PagedKV(H, D, batch=B, page_size=PAGE, policy=Demote(inner), **options)
     twin = None
     for step, _ in enumerate(feed(kv, (80, 60, *[1] * 120))):
@@ -136,7 +137,7 @@ def test_memory_falls_by_what_the_ladder_says():
 
 
 def test_within_other_wrappers():
-    """The ladder goes with the policy that is wrapped."""
+    """The ladder is applied with the wrapped policy."""
     kinds = []
     for policy in (Demote(H2O(100)), Watch(Demote(H2O(100))), Protect(Demote(H2O(100)), [])):
         kv = PagedKV(H, D, key="int8", page_size=PAGE, policy=policy)

@@ -1,4 +1,4 @@
-"""What is rejected of a draft leaves no trace in what a policy knows and keeps."""
+"""Rejected drafts have no effect on what a policy knows and keeps."""
 
 import copy
 
@@ -27,10 +27,10 @@ def llama():
 
 
 def known(cache):
-    """Slots that each layer keeps, and its scores, of a cache that is asked."""
+    """Slots that each layer keeps, and their scores."""
     found = []
     for i, layer in enumerate(cache.layers):
-        layer.get_mask_sizes(1)  # what was put off
+        layer.get_mask_sizes(1)  # runs deferred evictions
         slots = [[x.tolist() for x in row] for row in cache.kept(i)[0]]
         found.append((slots, layer.store.eviction.scores().clone()))
     return found
@@ -51,7 +51,8 @@ def test_as_if_it_had_never_been_asked(llama, name, accepted, fmt):
         if accepted:
             feed(llama, plain, draft[:, :accepted])
         got, want = feed(llama, drafting, step), feed(llama, plain, step)
-        torch.testing.assert_close(got, want, rtol=1e-2, atol=2e-3)  # drafts in a page change no code, only roundings
+        # drafts within a page change no codes, only rounding
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=2e-3)
     for (slots, scores), (same, wanted) in zip(known(drafting), known(plain), strict=True):
         assert slots == same
         n = min(scores.shape[-1], wanted.shape[-1])

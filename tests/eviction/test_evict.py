@@ -1,4 +1,4 @@
-"""Eviction of the table: any tokens of any head, in any order with all else that happens to a layer."""
+"""Eviction in the table: any tokens of any head, interleaved with all other operations of a layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcompress.eviction import tokens
 from kvcompress.eviction.eviction import Eviction
 
 H, D, PAGE = 2, 32, 16
-EXACT = {"raw", "int8", "nvfp4", "int4_token", "int2_asym"}  # tokens move in their codes
+EXACT = {"raw", "int8", "nvfp4", "int4_token", "int2_asym"}  # formats whose tokens are moved as codes
 LAYERS: list[dict[str, Any]] = [
     {"key": "raw"}, {"key": "int8", "sinks": 0}, {"key": "int8", "residual_length": 0},
     {"key": "int4_token", "residual_length": 20},
@@ -29,7 +29,7 @@ LAYERS: list[dict[str, Any]] = [
 
 
 class Pair:
-    """A layer, and what it must hold: rows[b][h] = {slot: (k, v) as first sealed or written}."""
+    """A layer, and its expected contents: rows[b][h] = {slot: (k, v) as first sealed or written}."""
 
     def __init__(self, kv: PagedKV, rows: list[list[dict[int, int]]]) -> None:
         self.kv, self.rows, self.exact = kv, rows, True  # exact: no page was demoted
@@ -39,7 +39,7 @@ class Pair:
 
 
 def state(kv: PagedKV) -> dict[str, Any]:
-    """All that a failed call may not change."""
+    """Everything that a failed call must not change."""
     table = kv.page_store.table
     used = [e for e in table.entries.ravel().tolist() if e >= 0]
     return {
@@ -110,7 +110,7 @@ class Machine(RuleBasedStateMachine):
             keep = keep.expand(-1, H, -1)
         slots = kv.kept_heads().slots
         table = kv.page_store.table
-        for b in range(kv.batch):  # the sinks of the table are those that it stored first
+        for b in range(kv.batch):  # the sinks of the table are the tokens it stored first
             for h in range(H):
                 line = h if table.rows.shape[1] > 1 else 0
                 n = min(kv.sinks, int(table.rows[b, line, 0]))
@@ -135,7 +135,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(pair=pairs, seed=st.integers(0, 99), share=st.sampled_from([0.5, 1.0]), fail=failing)
     def demote(self, pair: Pair, seed: int, share: float, fail: int) -> None:
-        """Some tokens go, some pages become smaller, each head for itself."""
+        """Evicts some tokens and demotes some pages, separately for each head."""
         kv, table, random = pair.kv, pair.kv.page_store.table, np.random.default_rng(seed)
         slots = Eviction.bare(kv.page_store, None, ops.attend).slots().expand(-1, H, -1)
         keep = torch.from_numpy(random.random(slots.shape) < share) | (torch.arange(slots.shape[2]) < kv.sinks)
@@ -221,7 +221,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_a_page_from_pages_of_several_formats():
-    """V of some is copied as it is, of others encoded."""
+    """V of some tokens is copied as codes, of others re-encoded."""
     machine = Machine()
     pair = machine.start(options={"key": "raw"}, batch=1)
     for T in (1, 1, 1, 1, 33):
@@ -265,7 +265,7 @@ def test_heads_part_only_when_they_keep_different_tokens():
 
 
 def test_pages_go_back_at_once_and_holes_are_filled():
-    kv = filled(4 + 16 * 10)  # 4 sinks, 10 pages of which the newest is open
+    kv = filled(4 + 16 * 10)  # 4 sinks and 10 pages, of which the newest is open
     used = kv.page_store.pool.stats()["used"]
     keep = torch.ones(1, kv.seen, dtype=torch.bool)
     keep[0, 4:148:2] = False  # half of each of the 9 sealed pages
@@ -274,11 +274,11 @@ def test_pages_go_back_at_once_and_holes_are_filled():
     code = formats.CODES["int8"]
     assert used - kv.page_store.pool.stats()["used"] == 4 * H * _C.page_bytes(code, code, D, D, 16)
     kept = kv.page_store.table.slots[0, 0, : kv.page_store.table.rows[0, 0, 0]]
-    assert (kept[4 : 4 + 5 * 16] < 0).sum() == 8  # less than a page stays dead
+    assert (kept[4 : 4 + 5 * 16] < 0).sum() == 8  # less than a page of dead tokens remains
 
 
 def test_pages_with_statistics_are_written_anew_by_the_rule():
-    """Nothing up to a quarter; then the emptiest, until a sixteenth is dead at most."""
+    """Nothing up to a quarter of dead tokens; beyond it the emptiest pages, until at most a sixteenth is dead."""
     kv = filled(4 + 16 * 17, key="int4")
     keep = torch.ones(1, kv.seen, dtype=torch.bool)
     keep[0, 4 : 4 + 16 * 16 : 4] = False  # exactly a quarter of 16 sealed pages
@@ -308,7 +308,7 @@ def test_shared_pages_are_not_touched():
 
 
 def test_the_open_page_keeps_its_order():
-    """So that what was appended last can be taken back to the byte."""
+    """So that the tokens appended last can be cropped exactly."""
     kv = filled(4 + 16 * 3 + 9)
     keep = torch.ones(1, kv.seen, dtype=torch.bool)
     keep[0, [54, 57, 60]] = False
@@ -340,7 +340,7 @@ def test_bad_arguments_change_nothing():
             kv.page_store.table.plan_evict(keep)
     with pytest.raises(TypeError, match="bool"):
         kv.page_store.table.plan_evict(np.ones((1, 1, 200)))
-    assert kv.page_store.table.plan_evict(np.ones((1, 1, 200), bool)) is None  # and no plan stays
+    assert kv.page_store.table.plan_evict(np.ones((1, 1, 200), bool)) is None  # and no plan is left
     kv.page_store.table.plan_evict((np.arange(200) != 100)[None, None])
     with pytest.raises(ValueError, match="under way"):
         kv.append(torch.randn(1, H, 1, D), torch.randn(1, H, 1, D))

@@ -1,4 +1,4 @@
-"""What an eviction may do to storage, and what policies read from it, on plain tensors."""
+"""Effects of evictions on storage, and what policies read from it, on plain tensors."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from kvcompress.policies import H2O, TOVA, StreamingLLM
 
 @pytest.mark.parametrize("key, value", [("raw", "raw"), ("int8", "int4_token"), ("nvfp4", "int2_asym")])
 def test_order_in_storage_is_free(key, value):
-    """The same tokens at other places of other pages: the same attention, but for rounding."""
+    """The same tokens at other places in other pages give the same attention, except for rounding."""
     kv = filled(4 + 16 * 9 + 5, key=key, value=value, batch=2)
     keep = torch.rand(2, H, kv.seen, generator=torch.Generator().manual_seed(2)) < 0.7
     keep[:, :, :4] = True
@@ -23,7 +23,7 @@ def test_order_in_storage_is_free(key, value):
     for b, h in np.ndindex(2, H):
         line, used = b * H + h, -(-(int(rows[b, h, 0]) - 4) // PAGE)
         there = entries[b, h, : used + 1] + (len(arena) // 64 << 16)
-        closed = int((entries[b, h, 1:used] & 0xFFFF == entries[b, h, 1] & 0xFFFF).sum())  # the rest is open
+        closed = int((entries[b, h, 1:used] & 0xFFFF == entries[b, h, 1] & 0xFFFF).sum())  # the others are open
         whole = (0, *range(closed + 1, used + 1))
         moves += [(line, int(entries[b, h, c]), -1, int(there[c]), 0, 16) for c in whole]
         for i, j in enumerate(torch.randperm(closed * PAGE, generator=random).tolist()):
@@ -77,7 +77,7 @@ def test_numbers_of_tokens_are_those_of_what_is_read_back(key, value):
 
 @pytest.mark.parametrize("policy", [StreamingLLM(4, 28, slack=8), TOVA(32, slack=8), H2O(32, heads="shared", slack=8)])
 def test_heads_that_were_evicted_apart_choose_apart(policy):
-    """By hand, under a policy that keeps the same tokens of all heads."""
+    """Separate evictions by hand, under a policy that keeps the same tokens in all heads."""
     kv = PagedKV(H, D, page_size=PAGE, policy=policy)
     call = lambda T: kv.attend(*(torch.randn(1, h, T, D) for h in (2 * H, H, H)))  # noqa: E731
     call(39)

@@ -1,4 +1,5 @@
-"""What evicted tokens would have been worth: the estimate against the exact value, on recorded runs of a model."""
+"""Attention that evicted tokens would receive: the estimate compared with the exact value, on recorded runs of a
+model."""
 
 import copy
 import functools
@@ -69,7 +70,7 @@ def run(record, policy):
     ("books-tiny-bias", H2O(96)), ("books-tiny", StreamingLLM(4, 92)),
 ], ids=repr)  # fmt: skip
 def test_within_twice_the_exact_value(name, policy):
-    """Of all steps of all layers nine in ten; ranks within a layer."""
+    """For nine in ten steps over all layers; and the ranking within a layer."""
     inside, order = [], []
     for record in recorded(name):
         estimated, exact = run(record, policy)
@@ -82,7 +83,7 @@ def test_within_twice_the_exact_value(name, policy):
 
 
 def test_moments_of_clusters_are_those_of_their_keys():
-    """However the keys come; a cluster a key is exact."""
+    """In whatever order the keys come; with one cluster per key the result is exact."""
     keys = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     one, many = Summary(1, 1, 1, 8), Summary(1, 1, 64, 8)
     for part in keys.split(7):
@@ -97,7 +98,7 @@ def test_moments_of_clusters_are_those_of_their_keys():
 
 
 def test_in_a_cache():
-    """Batches with pads, copies, reordered rows, crops; nothing gone is nothing missed."""
+    """Batches with padding, copies, reordered rows, crops; without evictions the estimate is 0."""
     m = select(copy.deepcopy(model("llama")), "kvcompress")
     policy = Watch(AdaKV(H2O(40)), 8)
     assert from_dict(policy.to_dict()).clusters == 8

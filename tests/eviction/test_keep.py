@@ -1,4 +1,4 @@
-"""What policies ask the core in one go: positions, smoothing in the order of the sequence, what stays."""
+"""Queries of policies to the core: positions, smoothing in sequence order, and the tokens to keep."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from kvcompress.store.padding import Pads
 
 
 def lines(rng, batch, heads, width, holes=7):
-    """Slots of each line in any order, holes among them; positions: slots less 3."""
+    """Slots of each line in random order, with holes; positions: slots minus 3."""
     slots = np.full((batch, heads, width), -1, np.int32)
     for line in slots.reshape(-1, width):
         line[rng.permutation(width)[holes:]] = 3 + rng.permutation(5000)[: width - holes]
@@ -37,7 +37,8 @@ def test_smoothing_is_pooling_in_the_order_of_the_sequence(alike, kernel, larges
 
 @pytest.mark.parametrize("heads, alike", [(3, True), (3, False), (1, True)])
 def test_what_stays(heads, alike):
-    """Against sorting in Python: what is protected, then the best, ties to the younger; of one set the mean score."""
+    """Compared with sorting in Python: protected tokens, then the best, ties to the younger; mean scores if heads
+    share tokens."""
     rng, B, H, N = np.random.default_rng(1), 2, 3, 60
     slots, positions = lines(rng, B, 1 if alike else heads, N)
     scores = rng.integers(0, 6, (B, H, N)).astype(np.float32)

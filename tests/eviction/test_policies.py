@@ -1,4 +1,4 @@
-"""Each policy against its paper's formula over plain tensors: the same tokens kept, the same output."""
+"""Each policy compared with its paper's formula over plain tensors: the same tokens kept, the same output."""
 
 import inspect
 
@@ -76,7 +76,7 @@ CASES = {
         reference.critical(40, OUTPUT, lambda row: row.mass, 0.25, 0.5), 40,
     ),
 }  # fmt: skip
-CALLS = (50, 33, 40, *[1] * 17, 21, *[1] * 18)  # chunks of a prompt, answer, second turn, answer
+CALLS = (50, 33, 40, *[1] * 17, 21, *[1] * 18)  # chunks of a prompt, an answer, a second turn, an answer
 
 
 def rows_of(rule, budget, slack):
@@ -87,13 +87,13 @@ def rows_of(rule, budget, slack):
 
 
 def run(kv, calls, rows=None, pads=PADS, seed=0):
-    """Feeds both; compares outputs and kept sets after every call."""
+    """Feeds both; compares outputs and kept tokens after every call."""
     generator = torch.Generator().manual_seed(seed)
     outs = []
     for step, T in enumerate(calls):
         q = torch.randn(B, H * G, T, D, generator=generator)
         k, v = (torch.randn(B, H, T, D, generator=generator) for _ in range(2))
-        # Some keys are loved: scores differ by more than rounding.
+        # Some keys get much attention, so that scores differ by more than rounding.
         k = k * (1 + 2 * torch.rand(B, H, T, 1, generator=generator))
         mask = torch.arange(T) >= torch.tensor(pads)[:, None] if step == 0 and any(pads) else None
         rows_in = [int(p) if step == 0 else 0 for p in pads]
@@ -146,7 +146,7 @@ def kept_of(kv):
     {"key": "int8", "residual_length": 40},
 ], ids=str)  # fmt: skip
 def test_a_row_alone_is_the_row_in_the_batch(policy, options):
-    """Pads on the left, and in the second turn; sequences that end up on different pages."""
+    """Padding on the left, and in the second turn; sequences that end up on different pages."""
     generator = torch.Generator().manual_seed(3)
     pads, turns = [0, 9, 30], [12, 0, 3]
     options = {"page_size": PAGE, "policy": policy, "layer": (1, 4), "rope": SPEED, **options}
@@ -201,7 +201,7 @@ def test_heads_get_what_they_need():
 
 
 def test_h2o_with_attention_from_outside_and_its_mass():
-    """`observe` of eager weights is what the op gathers; a query pays 1 a head in all."""
+    """`observe` with eager weights equals what the op accumulates; the weights of a query sum to 1 per head."""
     one, two = (PagedKV(H, D, key="raw", page_size=PAGE, policy=H2O(10**6, score="sum")) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     for T in (40, 1, 7):
@@ -222,7 +222,7 @@ def test_h2o_with_attention_from_outside_and_its_mass():
 
 
 def test_plain_sums_favour_early_tokens():
-    """Attention without any structure: sums keep the beginning, the default does not (features: bias of H2O)."""
+    """Attention without structure: plain sums favour the beginning, the default does not (features: bias of H2O)."""
     early = {}
     for kind in ("sum", "mean"):
         policy = H2O(128, recent=64, sinks=0, score=kind, slack=16)
@@ -264,7 +264,7 @@ def test_bad_policies(make, error, text):
 
 
 class InCache:
-    """StreamingLLM with positions in the cache, as its paper has it: keys without RoPE, rotated at every call."""
+    """StreamingLLM with positions in the cache, as in its paper: keys without RoPE, rotated at every call."""
 
     def __init__(self, frequency, sinks, window):
         self.frequency, self.sinks, self.window = frequency, sinks, window
@@ -289,8 +289,8 @@ class InCache:
 
 
 def test_positions_in_the_cache():
-    """Queries and keys come with RoPE at their places in the sequence; what comes out is the paper's. Reordered rows go
-    on with their own sinks."""
+    """Queries and keys have RoPE at their sequence positions; the result is that of the paper. Reordered rows continue
+    with their own sinks."""
     frequency = 10000.0 ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
     policy = StreamingLLM(4, 40, positions="cache")
     kv = PagedKV(H, D, key="raw", batch=B, page_size=PAGE, policy=policy, rope=frequency)

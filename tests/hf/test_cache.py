@@ -1,4 +1,4 @@
-"""KVCache under transformers, beyond the product of test_product.py: against what is stored, and row by row."""
+"""KVCache under transformers, in addition to test_product.py: compared with the stored values, and row by row."""
 
 import copy
 
@@ -17,7 +17,7 @@ def test_the_fused_path_never_decodes_the_cache(mode, monkeypatch):
     def forbidden(store, *args):
         own = [layer.store for layer in cache.layers]
         assert store not in own or not store.page_store.parts()["sealed"], "the cache was decoded"
-        return dense(store)  # what is raw is looked at once, before it is sealed
+        return dense(store)  # raw tokens are checked once, before they are sealed
 
     m = select(model("llama"), "kvcompress")
     cache, dense = cache_of(m, "int8"), PagedKV.dense
@@ -28,7 +28,7 @@ def test_the_fused_path_never_decodes_the_cache(mode, monkeypatch):
 
 @pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
 def test_autocast(implementation):
-    """K comes in float32 and V in bfloat16: stored in float32, as DynamicCache does."""
+    """K comes in float32 and V in bfloat16: both are stored in float32, as in DynamicCache."""
     m = select(model("llama"), implementation)
     with torch.autocast("cpu", torch.bfloat16):
         cache = cache_of(m, "raw")
@@ -49,7 +49,7 @@ def test_autocast(implementation):
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_fused_equals_materialised(name, options):
-    """On the same stored tokens, the fused op computes what eager does on the decoded cache, call by call."""
+    """Over the same stored tokens, the fused op equals eager attention over the decoded cache, call by call."""
     m = model(name)
     fast, start = cache_of(m, **options), 0
     for T in SPLIT:

@@ -1,4 +1,4 @@
-"""Families of models: what KVCache and enable() take, leave alone and refuse. Tiny random models of each."""
+"""Model families: what KVCache and enable() accept, leave unchanged and reject. Tiny random models of each."""
 
 import models
 import pytest
@@ -27,12 +27,12 @@ SPARSE = {
 
 
 def pooled(config):
-    """An indexer that chooses pools of tokens, as GLM-5-Next's."""
+    """An indexer that selects pools of tokens, as in GLM-5-Next."""
     config.index_kpool = 4
     return config
 
 
-ALONE = {  # what enable() leaves as it is, and why
+ALONE = {  # models that enable() does not change, and why
     "doge": (lambda: hf.DogeConfig(**some()), "doge attention works on the 4D masks"),
     "git": (
         lambda: hf.GitConfig(
@@ -95,7 +95,7 @@ def test_models_without_attention_are_refused():
     for make in (lambda: KVCache(model.config), lambda: patch_generate(model, "int8")):
         with pytest.raises(ValueError, match="got MambaConfig, which has none, so there is nothing to compress"):
             make()
-    assert torch.equal(generate(model, ids(1, 9), None).sequences, want)  # left as it was
+    assert torch.equal(generate(model, ids(1, 9), None).sequences, want)  # unchanged
 
 
 def test_a_model_with_a_cache_of_its_own_is_refused():
@@ -108,14 +108,14 @@ def test_a_model_with_a_cache_of_its_own_is_refused():
 
 
 def test_head_dims_show_at_construction():
-    """Of the layers that are paged: here the global ones of Gemma 4."""
+    """Of the paged layers: here the global ones of Gemma 4."""
     with pytest.raises(ValueError, match=r"head_dim: expected at most 576, got 640"):
         KVCache(hf.Gemma4TextConfig(global_head_dim=640), "int4")
 
 
 @pytest.mark.parametrize("make", [hf.DeepseekV3Config, hf.Gemma4TextConfig])
 def test_wide_heads_are_taken(make):
-    """As released: latents of 512 for MLA, global layers of 512 for Gemma 4."""
+    """In released sizes: latents of 512 for MLA, global layers of 512 for Gemma 4."""
     KVCache(make(), "int4")
 
 
@@ -123,7 +123,7 @@ WIDE = {
     "gemma4": lambda: hf.Gemma4TextConfig(
         **some(**{**GEMMA4, "global_head_dim": 512}), hidden_size_per_layer_input=0, num_kv_shared_layers=0
     ),
-    "gemma4_shared": lambda: hf.Gemma4TextConfig(  # the last two layers attend to what the first two store
+    "gemma4_shared": lambda: hf.Gemma4TextConfig(  # the last two layers attend to the K and V of the first two
         **some(**{**GEMMA4, "global_head_dim": 512}), hidden_size_per_layer_input=16, num_kv_shared_layers=2
     ),
     "gemma4_k_eq_v": lambda: hf.Gemma4TextConfig(
@@ -153,7 +153,7 @@ def test_wide_heads(name, fused, options):
     layer = cache.layers[1]
     assert layer.keys.shape[3] == layer.store.head_dim == 512 and layer.keys.shape[2] == 64
     if name == "deepseek_v3":
-        assert layer.options["value"] == "int8"  # the rotated part of K
+        assert layer.options["value"] == "int8"  # the rotary part of K
         assert layer.values.shape == (2, 1, 64, 64)
     twin = KVCache.from_cache(cache.to_dynamic_cache(), m.config, "raw") if not options else None
     if twin is not None:
@@ -193,7 +193,7 @@ def test_a_kind_of_layer_that_we_do_not_know_is_left_alone():
     {"attention_mask": torch.ones(1, 22, dtype=torch.bool)}, {"attention_mask": torch.ones(1, 24, dtype=torch.bool)},
 ])  # fmt: skip
 def test_attention_refuses_what_it_would_ignore(given):
-    """On plain tensors, and on a layer of ours, whose forward pass is taken back."""
+    """With plain tensors, and with a layer of ours, whose forward pass is rolled back."""
     m = build(models.CONFIGS["llama"]())
     assert enable(m, verbose=False).fused
     cache = cache_of(m, "raw")

@@ -1,4 +1,4 @@
-"""The life of a KVCache: reset, crop, copies, batch methods, options, figures, stand-ins of `update()`."""
+"""Operations on a KVCache: reset, crop, copies, batch methods, options, statistics, stand-ins for K and V."""
 
 import copy
 
@@ -57,7 +57,7 @@ def test_crop_goes_back(implementation):
 
 @pytest.mark.parametrize("key", ["raw", "int4"])
 def test_deepcopy_reuses_a_prefix(key):
-    """A prompt is prefilled once and asked twice; the copies share its pages and leave it as it was."""
+    """A prompt is prefilled once and used twice; the copies share its pages and do not change it."""
     m = select(model("llama"), "kvcompress")
     prefix = ids(1, 55)
     base = cache_of(m, key)
@@ -94,7 +94,7 @@ def test_batch_methods(implementation):
 
 
 def test_a_dropped_cache_is_freed_at_once():
-    """No reference cycle keeps pages until the garbage collector comes by."""
+    """No reference cycle keeps pages until garbage collection."""
     m = select(model("gemma2"), "kvcompress")
     cache = cache_of(m, "int8")
     generate(m, ids(2, 40), cache)
@@ -156,7 +156,7 @@ def test_stats(name):
 
 
 def test_int8_is_small():
-    """Long enough for the open page not to matter: 8 bits of 32 and their scales."""
+    """Long enough for the open page to be negligible: 8 bits instead of 32, plus scales."""
     m = select(model("llama"), "kvcompress")
     cache = KVCache(m.config, "int8")
     x = torch.randn(1, 2, 8000, 32)
@@ -178,7 +178,7 @@ def staged(key="raw", seen=20, T=3):
 
 def test_a_stand_in_is_dense_for_whoever_asks():
     cache, k, v, (keys, values) = staged()
-    old = cache.layers[1].keys  # another layer, nothing staged
+    old = cache.layers[1].keys  # another layer, with nothing staged
     assert isinstance(keys, LazyKV) and keys.shape == (1, 2, 23, 32) and "LazyKV" in repr(keys)
     assert cache.layers[0].store.seen == 20 and cache.get_seq_length() == 23
     dense = keys * 1
@@ -201,7 +201,7 @@ def test_whoever_comes_first_commits_once(touch):
     assert torch.equal(cache.layers[0].store.dense()[0][:, :, 20:23], k)
     if cache.layers[0].stamp == keys.block.stamp:
         assert torch.equal((keys * 1)[:, :, 20:], k)
-    else:  # crop, reorder: the layer is no longer what the stand-in stands for
+    else:  # crop, reorder: the layer no longer has the contents that the stand-in represents
         with pytest.raises(RuntimeError, match="latest update"):
             keys * 1
     assert cache.layers[0].store.seen == 23
@@ -214,8 +214,7 @@ def test_reset_drops_what_is_staged():
 
 
 def test_a_model_that_touches_keys_still_works():
-    """Something between update and attention (here: a fp64 round trip) gets dense tensors; logits do not
-    change."""
+    """Code between update and attention (here a float64 round trip) gets dense tensors; logits do not change."""
     from kvcompress.hf.attention import kvcompress_attention_forward as forward
 
     m = select(model("llama"), "kvcompress")
@@ -233,8 +232,7 @@ def test_a_model_that_touches_keys_still_works():
 
 
 def test_keys_shared_between_layers():
-    """A later layer may attend to the K and V of an earlier one: the stand-in is good until the layer
-    changes."""
+    """A later layer may attend to the K and V of an earlier one: the stand-in is valid until the layer changes."""
     from kvcompress.hf.attention import kvcompress_attention_forward as forward
 
     cache, _, _, (keys, values) = staged()

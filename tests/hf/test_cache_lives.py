@@ -1,6 +1,6 @@
-"""Random lives of a KVCache against a float64 model that has no cache: it reads all tokens of each row anew at every
-step. Written from docs/ alone: what a cache may go through, and that nothing of it shows in the logits. Then lives
-under eviction policies, where the model keeps K and V as the cache reads them back, and says which tokens stay."""
+"""Random operations on a KVCache, compared with a float64 model without a cache, which processes all tokens of each
+row at every step. Written from docs/ only: none of the operations may affect the logits. Then the same with
+eviction policies, where the model uses the K and V that the cache decodes, and the kept tokens are checked."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from policy_model import Rule, State, check_kept, policy, remember
 
 from kvcompress import H2O, KVCache, SnapKV, Tiers, enable
 
-# Root mean square of a call's errors over that of its logits; tokens of another row, or place, give 1 and more.
+# Root mean square error of a call relative to its logits; tokens of another row or position give 1 and more.
 BOUNDS = {"raw": 1e-4, "int8": 0.05, "kivi4": 0.6, "int4": 0.6}
 
 
 class Row:
-    """Tokens of a row, and which slots are pads."""
+    """Tokens of a row, and which slots are padding."""
 
     def __init__(self, tokens: list[int], real: list[bool]) -> None:
         self.tokens, self.real = tokens, real
@@ -31,7 +31,7 @@ class Row:
 
 
 def exact(m: torch.nn.Module, rows: list[Row], T: int) -> torch.Tensor:
-    """Logits [B, T, vocab] of the last T slots, each row by itself, without its pads; NaN at pads."""
+    """Logits [B, T, vocab] of the last T slots, each row by itself without its padding; NaN at padding."""
     found = torch.full((len(rows), T, m.config.vocab_size), torch.nan, dtype=torch.float64)
     for b, row in enumerate(rows):
         kept = [i for i, real in enumerate(row.real) if real]
@@ -69,7 +69,7 @@ def life(seed: int, folder: Path, steps: int = 14) -> None:
             real = ~want.isnan()
             error = float((got - want)[real].square().mean().sqrt() / want[real].square().mean().sqrt())
             assert error <= BOUNDS[name], f"{where}: {error}"
-        elif what == 3:  # drafts that are refused
+        elif what == 3:  # rejected drafts
             n = int(rng.integers(1, 6))
             cache.crop(-n)
             for row in rows:
@@ -82,7 +82,7 @@ def life(seed: int, folder: Path, steps: int = 14) -> None:
             index = rng.integers(0, len(rows), int(rng.integers(1, 4))).tolist()
             cache.batch_select_indices(torch.tensor(index))
             rows = [rows[i].clone() for i in index]
-        elif what == 6:  # a copy goes on; what becomes of the other does not show
+        elif what == 6:  # continue with a copy; changes of the original must not show
             twin = copy.deepcopy(cache)
             cache.crop(-2)
             cache = twin
@@ -106,7 +106,7 @@ def test_random_lives(lives: int, tmp_path: Path) -> None:
 
 
 def drawn(rng: np.random.Generator, seed: int) -> list[Rule]:
-    """A policy, or a chain of two of which one may look at attention."""
+    """A policy, or a chain of two, of which one may use attention."""
 
     chained = rng.random() < 0.3
     wholes = ["each"] if chained else ["each", "shared"]
@@ -137,13 +137,13 @@ def drawn(rng: np.random.Generator, seed: int) -> list[Rule]:
     return [one([[*looking, *blind][seed % 7]])]
 
 
-# The largest error of a token's K or V when it is read back, of its length; another token's is 1.4.
+# Largest error of a decoded token's K or V, relative to its norm; another token's is 1.4.
 READ = {"raw": 1e-5, "int8": 0.03, "kivi4": 0.5, "int4": 0.5}
-EXACT = 2e-3  # as BOUNDS, against float64 over what the cache has stored, in any format: kernels' own rounding
+EXACT = 2e-3  # like BOUNDS, compared with float64 over the stored values, for any format: rounding in kernels
 
 
 class Sequence:
-    """A row: how many pads it begins with, and what each layer keeps of it."""
+    """A row: the length of its padding, and the tokens that each layer keeps."""
 
     def __init__(self, pads: int, raw: bool) -> None:
         self.pads, self.states = pads, [State(2, raw), State(2, raw)]
@@ -157,8 +157,8 @@ def fed(m: torch.nn.Module, cache: KVCache, rows: list[Sequence], new: torch.Ten
 
 
 def read_back(m: torch.nn.Module, cache: KVCache, rows: list[Sequence], new: torch.Tensor, past: int) -> None:
-    """What is stored, as a call of `new` attends to it (pages are sealed at its start), as its policy finds it
-    (recorded calls evict later), and as a further call would, out of copies of the cache."""
+    """Decoded contents as a call of `new` sees them (pages are sealed at its start), as its policy sees them (recorded
+    calls evict later), and as the next call would; from copies of the cache."""
     T = new.shape[1]
     for names, calls in ((["attended"], [1]), (["stored", "sealed"], [T, 1])):
         twin, at = copy.deepcopy(cache), past
@@ -170,13 +170,13 @@ def read_back(m: torch.nn.Module, cache: KVCache, rows: list[Sequence], new: tor
                 dense = twin.layers[layer].store.dense()
                 for b, row in enumerate(rows):
                     setattr(row.states[layer], name, [x[b, :, row.pads : past + T].double() for x in dense])
-    for state in (state for row in rows for state in row.states):  # the further call evicts
+    for state in (state for row in rows for state in row.states):  # the next call evicts
         both = zip(state.sealed, state.stored, strict=True)
         state.sealed = [torch.where(x.any(-1, keepdim=True), x, y) for x, y in both]
 
 
 def call(oracle: torch.nn.Module, rows: list[Sequence], new: torch.Tensor, past: int) -> torch.Tensor:
-    """Logits [B, T, vocab] of the float64 model over what is left, NaN at pads."""
+    """Logits [B, T, vocab] of the float64 model over the remaining tokens, NaN at padding."""
     T, found = new.shape[1], []
     for b, row in enumerate(rows):
         skip = 0 if past else row.pads
@@ -187,8 +187,8 @@ def call(oracle: torch.nn.Module, rows: list[Sequence], new: torch.Tensor, past:
 
 
 def follow(cache: KVCache, rows: list[Sequence], rules: list[Rule], page: int, sinks: int, where: str) -> int:
-    """What the cache keeps is what the policy says; the model goes on with it. Returns how many evictions of a row and
-    layer could be told to the token."""
+    """The cache keeps the tokens that the policy says; the model continues with these. Returns the number of
+    unambiguous evictions."""
     told = 0
     for layer in range(2):
         kept = cache.kept(layer)
@@ -212,12 +212,13 @@ def life_of_policy(seed: int, folder: Path, steps: int = 14) -> int:
     oracle.set_attn_implementation("kept_float64")
     name, page, rules = str(rng.choice(list(READ), p=[0.4, 0.2, 0.2, 0.2])), int(rng.choice([16, 32])), drawn(rng, seed)
     sinks = max(rule.sinks for rule in rules) + int(rng.choice([0, 4]))
-    if rules[-1].slack is not None:  # more than the sinks that a policy does not count: see docs/eviction.md
+    if rules[-1].slack is not None:  # more than the sinks, which a policy does not count: see docs/eviction.md
         rules[-1].slack += sinks - min(rule.sinks for rule in rules)
-    few = all(isinstance(rule.budget, int) for rule in rules)  # shares of few tokens are less than what is protected
+    # shares of few tokens are smaller than the protected tokens
+    few = all(isinstance(rule.budget, int) for rule in rules)
     first = int(rng.choice([20, 120])) if few else 120
     cache = KVCache(ours.config, name, policy=policy(rules), page_size=page, sinks=sinks)
-    plain = copy.deepcopy(cache)  # goes through the same, without tiers and files
+    plain = copy.deepcopy(cache)  # the same operations, without tiers and files
     rows: list[Sequence] = []
     seen = told = 0
     for step in range(steps):
@@ -286,7 +287,7 @@ def test_random_lives_of_policies(lives: int, tmp_path: Path) -> None:
 
 
 def test_rows_that_all_begin_with_pads() -> None:
-    """What H2O gathers is as wide as the longest row, pads left out: such a batch once raised."""
+    """H2O's sums are as wide as the longest row without padding: such a batch once raised."""
     ours = copy.deepcopy(model("llama"))
     enable(ours, verbose=False)
     tokens = ids(2, 20)
@@ -302,8 +303,8 @@ def test_rows_that_all_begin_with_pads() -> None:
 @pytest.mark.parametrize("tail", [[15, -1, 1, 5], [14, -1, 7], [10, 1, 1, 1, -2, 1, 1, 7], [10, 5, -5, 10]])
 @pytest.mark.parametrize("stored", [False, True], ids=["", "file"])
 def test_cropped_queries_do_not_look(tail: list[int], stored: bool, tmp_path: Path) -> None:
-    """SnapKV asks the last queries that there are, at their own places, as in one call without crops. They once stayed
-    in its window, and moved those before them."""
+    """SnapKV uses the last queries that remain, at their own positions, as in one call without crops. Cropped ones
+    once stayed in its window and shifted those before them."""
     ours = copy.deepcopy(model("llama"))
     enable(ours, verbose=False)
     tokens, kept = ids(1, 100), []

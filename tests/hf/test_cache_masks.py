@@ -1,4 +1,4 @@
-"""Masks and attention that the fused op does not serve, other caches under our backend, and enable()."""
+"""Masks and attention that the fused op does not support, other caches with our backend, and enable()."""
 
 import copy
 
@@ -13,8 +13,7 @@ from kvcompress import KVCache, enable
 
 
 def dense_twin(call):
-    """`call(model, cache)` under eager with DynamicCache and under kvcompress with raw pages: both
-    results."""
+    """`call(model, cache)` with eager attention and DynamicCache, and with kvcompress and raw pages: both results."""
     m = select(model("llama"), "eager")
     want = call(m, hf.DynamicCache(config=m.config))
     m = select(m, "kvcompress")
@@ -36,7 +35,7 @@ def test_4d_mask():
 
 
 def test_a_mask_that_hides_stored_tokens():
-    """Tokens that were real when stored and are masked later: computed densely, as transformers does."""
+    """Tokens that were real when stored and are masked later: computed densely, as in transformers."""
     mask = torch.ones(2, 45, dtype=torch.long)
     mask[0, 10:20] = 0
 
@@ -55,7 +54,7 @@ def test_what_a_mask_says_is_remembered_for_one_length_of_the_cache():
     cache = cache_of(m, "raw")
     with torch.no_grad():
         m(tokens, attention_mask=mask, past_key_values=cache)
-    longer = torch.nn.functional.pad(mask.bool(), (0, 4))  # four pads more
+    longer = torch.nn.functional.pad(mask.bool(), (0, 4))  # four more padding tokens
     store = cache.layers[0].store
     for back in (0, 10, 3):
         if back:
@@ -65,7 +64,7 @@ def test_what_a_mask_says_is_remembered_for_one_length_of_the_cache():
 
 
 def test_switching_implementations_midway():
-    """Pads stored under sdpa, where no mask is seen, are not attended to under kvcompress."""
+    """Padding stored under sdpa, where no mask is seen, is not attended to under kvcompress."""
     tokens, mask = left_pads(ids(2, 60), [0, 25])
 
     def call(m, cache):
@@ -96,7 +95,7 @@ def test_output_attentions_comes_from_the_dense_path():
 
 @pytest.mark.parametrize("name", models.CONFIGS)
 def test_the_backend_alone_without_our_cache(name):
-    """enable() must not change a model that runs without a cache, with DynamicCache or with StaticCache."""
+    """enable() must not change results without a cache, with DynamicCache or with StaticCache."""
     m = select(model(name), "eager")
     tokens, mask = left_pads(ids(3, 40), [0, 11, 30])
 
@@ -150,7 +149,7 @@ def test_composite_model_only_its_text_part():
 
 
 def test_a_copied_config_degrades_to_dense():
-    """A cache made from a copy of the config does not see enable(): slower, and right."""
+    """A cache made from a copy of the config does not see enable(): slower, but correct."""
     want = reference("llama")
     m = select(model("llama"), "eager")
     cache = KVCache(copy.deepcopy(m.config), "raw", page_size=PAGE)

@@ -1,4 +1,4 @@
-"""Where the model is, and under what: devices as accelerate spreads them, meta, autograd."""
+"""Model placement and modes: devices as accelerate distributes them, meta, autograd."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def _at_root(monkeypatch, request):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("spread", ["cpu", "auto", "two"])
 def test_device_map(spread, fused, tmp_path):
-    """`two`: half of the layers lie in files, on "meta", and come to the CPU when they run."""
+    """`two`: half of the layers are in files, on "meta", and are loaded to the CPU when they run."""
     layers = hf.AutoConfig.from_pretrained(BOOKS).num_hidden_layers
     two = {f"model.layers.{i}": "cpu" if i < layers // 2 else "disk" for i in range(layers)}
     two |= {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk", "lm_head": "cpu"}

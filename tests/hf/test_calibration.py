@@ -1,4 +1,4 @@
-"""Calibrated coordinates: attention is the same in them, cal2 is what its formula says, files are checked."""
+"""Calibrated coordinates: they do not change attention, cal2 follows its formula, files are checked."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ H, G, D = 2, 3, 64
 
 
 def basis(seed=0, heads=H, dim=D):
-    """Random maps that stretch."""
+    """Random matrices that stretch."""
     g = torch.Generator().manual_seed(seed)
     maps = torch.randn(2, heads, dim, dim, generator=g).double()
     maps = torch.linalg.qr(maps)[0] * torch.logspace(-1, 1, dim, dtype=torch.float64)
@@ -33,7 +33,7 @@ def data(T, seed, heads=H, dtype=torch.float32):
 
 
 def digits(x, mean):
-    """What cal2 makes of rows of coordinates [n, D], float64: levels of 4 bits, of 2, none, as long as the row."""
+    """cal2 of rows of coordinates [n, D], float64: 4-bit levels, 2-bit levels, zeros, with the norm preserved."""
     x = x - mean
     fine, used = D // 4, D - D // 4
     step = np.r_[np.full(fine, 21 / 64), np.ones(used - fine)]
@@ -60,7 +60,7 @@ def test_cal2_is_its_formula_in_float64():
                 want = digits(rows, mean) @ np.linalg.inv(m)
                 there = got[0, h, page : page + 64].double().numpy()
                 close = np.abs(there - want).max(1) < 2e-2 * np.abs(want).max()
-                assert close.mean() > 0.9  # a number next to an edge of the grid may fall on its other side
+                assert close.mean() > 0.9  # a number next to a boundary of the grid may be rounded the other way
                 assert np.linalg.norm(there - want) < 0.1 * np.linalg.norm(want)
 
 
@@ -76,7 +76,7 @@ def test_raw_pages_give_the_same_attention(dtype, bound):
 
 @pytest.mark.parametrize("key,value", [("cal2", "cal2"), ("int4", "cal2"), ("cal2", "int2"), ("int8", "kivi2")])
 def test_attention_is_that_of_what_is_stored(key, value):
-    """Against float64 over `dense()`, through appends, drafts that go, chosen rows, evicted tokens."""
+    """Compared with float64 over `dense()`, through appends, rejected drafts, selected rows, evicted tokens."""
     kv, b = PagedKV(H, D, key=key, value=value, basis=basis()), basis()
     assert all(torch.equal(x, y) for x, y in zip(b[:4], kv.page_store.basis[:4], strict=True))
     for seed, T in enumerate((300, 1, 20)):
@@ -97,7 +97,7 @@ def test_attention_is_that_of_what_is_stored(key, value):
 
 @pytest.fixture(scope="module")
 def made():
-    """A model of random weights, attended by us; what was measured of it."""
+    """A random model with our attention, and its calibration."""
     model = copy.deepcopy(models.model("llama", head_dim=64))
     found = calibrate(model, models.ids(1, 1200), context=300, tokens=1200)
     enable(model, verbose=False)
@@ -116,7 +116,7 @@ def test_several_texts_count_alike(made):
 
 
 def test_formats_of_one_width_get_the_axes(made):
-    """Each side by its own formats, spans among them; without deviations the maps are for all."""
+    """Each side by its own formats, including spans; without deviations all formats use the same matrices."""
     model, found = made
     even, uneven = found.basis(0, (True, True)), found.basis(0)
     assert torch.equal(even.key, found.layers[0][0] / found.deviations[0][0][:, None] ** 0.125)
@@ -173,7 +173,7 @@ def test_generate_and_files(made, tmp_path):
 
 
 def test_prefixes_are_shared_by_equal_calibrations(made, tmp_path):
-    """The pages of a prompt serve the next one; those of another map, or of none, do not."""
+    """A prompt's pages are reused by the next one; pages with another calibration, or none, are not."""
     model, found = made
     found.save(tmp_path / "here.kvcal")
     found.save(tmp_path / "there.kvcal")
@@ -214,7 +214,7 @@ def test_a_compiled_step(made):
 
 @pytest.mark.parametrize("policy", [policies.H2O(100), policies.KNorm(100), policies.StreamingLLM(4, 96)])
 def test_policies_see_keys_and_attention_as_they_are(made, policy):
-    """The same tokens stay as without: raw pages lose nothing."""
+    """The same tokens are kept as without calibration: raw pages lose nothing."""
     model, found = made
     caches = [KVCache(model.config, "raw", policy=policy, calibration=c) for c in (None, found)]
     with torch.no_grad():
@@ -272,7 +272,7 @@ def test_other_weights_are_refused_at_the_first_call(made):
 
 
 def test_bind_finds_other_weights_before_any_token(made):
-    """Without `enable`, where nothing else looks at them, too; and what generate() makes by itself is bound."""
+    """Also without `enable`, where nothing else checks them; caches that generate() creates are bound, too."""
     model, found = made
     changed = copy.deepcopy(model)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a calibration measures: rows count by what noise costs there, and the axes follow from that."""
+"""What a calibration measures: rows are weighted by the cost of noise in them, and the axes follow from that."""
 
 import copy
 
@@ -14,7 +14,7 @@ H, D = 2, 64
 
 
 def reads(q, k, v, metric):
-    """By how much noise in K and in V of token j is in output i, squared, float64 [G, i, j]; q [G, T, D]."""
+    """Squared gain from noise in K and in V of token j to output i, float64 [G, i, j]; q [G, T, D]."""
     T = len(k)
     scores = np.where(np.tri(T, dtype=bool), q @ k.T / q.shape[2] ** 0.5, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
@@ -30,8 +30,8 @@ def counted(x, cost):
 
 
 def test_what_is_measured():
-    """In the metric of queries, each as much as its noise costs, the axes have the variances of the generalized
-    eigenproblem, sorted, in groups: as costs, and for formats of one width 5/8 as costs, the rest as variances."""
+    """With rows weighted by the cost of noise, the axes are the sorted, grouped generalized eigenvectors: by cost; for
+    formats of one width, 5/8 by cost and the rest by variance."""
     model = copy.deepcopy(models.model("llama", head_dim=D))
     found = calibrate(model, models.ids(1, 600), context=300, tokens=600)
     seen = {}
@@ -64,7 +64,7 @@ def test_what_is_measured():
                 of_output += (metric * shares.sum((1, 2))[:, None, None]).sum(0)
             bases = found.basis(layer), found.basis(layer, (True, True))
             for name, metric, rows in (("key", asked, keys), ("value", of_output, values_of)):
-                n = np.repeat((0, 1, 2), (16, 32, 16))  # of three widths
+                n = np.repeat((0, 1, 2), (16, 32, 16))  # three widths
                 values = np.sort(np.sqrt(np.linalg.eigvals(rows @ metric).real))[::-1]
                 found_of = []
                 for b in bases:
@@ -73,7 +73,8 @@ def test_what_is_measured():
                     cost = np.einsum("ij,jk,ik->i", back, metric, back)
                     found_of += [cost, np.einsum("ji,jk,ki->i", m, rows, m)]
                 cost, there, even_cost, even = found_of
-                for i in range(2):  # of each width: variance of the rows is one, and noise in them costs as much
+                # for each width, the variance of the rows is one, and noise in all of them has the same cost
+                for i in range(2):
                     assert np.isclose(there[n == i].mean() / there[n == 0].mean(), 1, rtol=1e-2)
                     assert np.allclose(
                         cost[n == i] / cost[0], (values[n == i].mean() / values[:16].mean()) ** 2, rtol=2e-2
@@ -88,7 +89,7 @@ def test_what_is_measured():
 
 @pytest.mark.parametrize("given", [{}, {"scaling": 0.3, "softcap": 3.0}, {"s_aux": torch.tensor([1.0, -2.0])}])
 def test_costs_are_those_of_the_derivative(given):
-    """By autograd, of what each output is by each row of K and of V, in the metric of the output projection."""
+    """By autograd: the derivative of each output by each row of K and V, in the metric of the output projection."""
     G, T, dim = 2, 140, 8
     draw = torch.Generator().manual_seed(1)
     q, k, v, w = (torch.randn(*s, generator=draw).double() for s in ((G, T, dim), (T, dim), (T, 6), (G, 5, 6)))
@@ -109,14 +110,15 @@ def test_costs_are_those_of_the_derivative(given):
     asked, keys, values = _costs(q[None], k[None, None], v[None, None], w.mT @ w, given)
     assert torch.allclose(values, (by_v / own[:, None, None]).sum(1), rtol=1e-4)
     for got, want in ((asked, by_k.sum(2)), (keys, by_k.sum(1))):
-        if cap:  # scores near the cap hardly move, which is left out
+        if cap:  # scores near the softcap hardly change, which is ignored
             assert bool((got >= want * (1 - 1e-4)).all()) and float(got.sum()) < 2 * float(want.sum())
         else:
             assert torch.allclose(got, want, rtol=1e-4)
 
 
 def test_queries_that_read_a_sink_hardly_count():
-    """Sinks are raw, so noise costs their queries nothing; as they may ask for more elsewhere they count a little."""
+    """Sinks are raw, so noise does not affect queries that attend to them; they have a small weight, since later
+    queries may differ."""
     dim, T = 16, 4 + 64 * 4
     draw = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, heads, T, dim, generator=draw) for heads in (2, 1, 1))

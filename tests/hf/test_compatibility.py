@@ -1,4 +1,4 @@
-"""Files that earlier versions wrote are read by this one, to the bit."""
+"""Files written by earlier versions load exactly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_files_of_all_versions_are_read(version, file):
     assert got.keys() == set(wanted.files)
     for name, x in got.items():
         assert np.array_equal(x, wanted[name]), name
-    cache.update(torch.ones(1, 1, 1, 32), torch.ones(1, 1, 1, 32), 0)  # and they go on
+    cache.update(torch.ones(1, 1, 1, 32), torch.ones(1, 1, 1, 32), 0)  # and can be continued
     assert cache.get_seq_length() == 41
 
 

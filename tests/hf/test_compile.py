@@ -1,4 +1,4 @@
-"""KVCache(max_length=): one graph of a decode step serves every step, and every cache."""
+"""KVCache(max_length=): one graph of a decode step serves every step and every cache."""
 
 import copy
 
@@ -26,7 +26,7 @@ def _fresh():
 
 
 def steps(m, fn, cache, tokens, start, masked):
-    """Logits of single tokens after a prompt of `start`, called as a compiled model is: nothing changes its shape."""
+    """Logits of single tokens after a prompt of `start`, with constant shapes as in a compiled model."""
     mask = masked[1] if masked else None
     positions = (mask.cumsum(1) - 1).clamp(min=0) if masked else None
     logits_of(m, cache, [start], tokens[:, :start], None if mask is None else mask[:, :start])
@@ -68,7 +68,8 @@ def test_one_graph_for_all_steps_and_caches(key, implementation, padded):
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.full), "gemma3"])
 def test_nothing_moves(name):
-    """100 steps over page borders and windows: the pool and the tables that a graph of kernels reads stay in place."""
+    """100 steps over page boundaries and windows: the pool and the tables that a CUDA graph reads are not
+    reallocated."""
     m = select(model(name), "kvcompress")
     counter = CompileCounter()
     fn, cache = torch.compile(m, fullgraph=True, backend=counter), cache_of(m, "int4", max_length=SLOTS)
@@ -93,7 +94,7 @@ def test_nothing_moves(name):
 @pytest.mark.full  # half a minute each
 @pytest.mark.parametrize("implementation", ["sdpa", "kvcompress"])
 def test_inductor(implementation):
-    """It reorders what the graph lets it: the length must not change behind its back."""
+    """Inductor reorders what the graph allows: the length must not change between its reads."""
     m = select(model("llama"), implementation)
     fn, tokens = torch.compile(m, fullgraph=True), ids(2, 60)
     got = steps(m, fn, cache_of(m, "int8", max_length=SLOTS), tokens, 40, None)
@@ -107,7 +108,7 @@ def test_inductor(implementation):
       for x in ("mistral", "gemma4", "gpt_oss", "deepseek_v3", "llama4", "gemma3n")),
 ])  # fmt: skip
 def test_one_graph_where_a_static_cache_needs_two(name, key):
-    """transformers' sliding layers want a second graph when their window is full."""
+    """transformers' sliding layers need a second graph when their window is full."""
     m = select(family(name), "eager") if name == "deepseek_v3" else select(family(name), "kvcompress")
     tokens, counter = ids(1, 45), CompileCounter()
     fn = torch.compile(m, fullgraph=True, backend=counter)
@@ -119,7 +120,8 @@ def test_one_graph_where_a_static_cache_needs_two(name, key):
 
 
 def test_the_graph_serves_after_a_prefix_was_found():
-    """A chat over a PrefixCache of fixed length: turns that begin with shared pages run the graph of the first."""
+    """A conversation over a PrefixCache with fixed length: turns that start with shared pages run the graph of the
+    first."""
     m = select(model("llama"), "kvcompress")
     counter, tokens = CompileCounter(), ids(1, 150)
     fn = torch.compile(m, fullgraph=True, backend=counter)
@@ -141,7 +143,7 @@ def test_generate_compiles():
     m = select(copy.deepcopy(model("llama")), "kvcompress")
     counter = CompileCounter()
     config = hf.CompileConfig(fullgraph=True, backend=lambda graph, inputs: counter(graph, inputs), mode=None)
-    config._compile_all_devices = True  # transformers compiles on accelerators alone
+    config._compile_all_devices = True  # transformers compiles on accelerators only
     tokens, mask = left_pads(ids(2, 45), [0, 9])
     expected = generate(m, tokens, cache_of(m, "int8"), mask)
     for _ in range(2):
@@ -221,7 +223,8 @@ def test_what_a_graph_cannot_do_is_refused():
 
 @pytest.mark.parametrize("what", ["output_attentions", pytest.param("training", marks=pytest.mark.full)])
 def test_attention_outside_of_the_graph_that_has_updated(what):
-    """Without fullgraph=True attention that a graph cannot do leaves it, and must not attend to its own token alone."""
+    """Without fullgraph=True, attention that a graph does not support breaks it, and must not attend to its own token
+    only."""
     m, tokens = select(copy.deepcopy(model("llama")), "kvcompress"), ids(2, 60)
     fn, more = torch.compile(m, backend="eager"), {what: True} if what == "output_attentions" else {}
     cache, twin = (cache_of(m, "int8", max_length=SLOTS) for _ in range(2))
@@ -239,7 +242,7 @@ def test_attention_outside_of_the_graph_that_has_updated(what):
 
 @pytest.mark.parametrize("options", [{}, dict(max_length=SLOTS), dict(policy=policies.H2O(32))], ids=str)
 def test_while_another_thread_compiles(options):
-    """`torch.compiler.is_compiling()` is then true in all of them."""
+    """`torch.compiler.is_compiling()` is then true in all threads."""
     m, tokens = select(model("llama"), "kvcompress"), ids(2, 60)
     cache, twin = (cache_of(m, "int8", **options) for _ in range(2))
     want = logits_of(m, twin, [40, 1, 5, 1], tokens[:, :47])
@@ -254,7 +257,7 @@ def test_while_another_thread_compiles(options):
         (None, "kvcompress"), (policies.KNorm(32), "kvcompress"), (None, "sdpa"), (policies.KNorm(32), "sdpa"))),
 ])  # fmt: skip
 def test_a_growing_cache_stays_out_of_graphs(policy, implementation):
-    """Its own Python is no compiler's: what is left to trace around it gives the same."""
+    """Its Python code is not traced: tracing around it gives the same result."""
     m = select(copy.deepcopy(model("llama")), implementation)
     tokens, mask = left_pads(ids(2, 45), [0, 9])
     if policy and implementation == "sdpa":
@@ -263,7 +266,8 @@ def test_a_growing_cache_stays_out_of_graphs(policy, implementation):
     m.forward = torch.compile(m.forward, backend="eager")
     check_same([generate(m, tokens, cache_of(m, "int4", policy=policy), mask)], [want])
     del m.forward
-    torch._dynamo.reset()  # one function of transformers 5.24 wraps every forward: its recompilations are spent
+    # transformers 5.24 wraps every forward with one function, which has exhausted its recompilations
+    torch._dynamo.reset()
     fn, cache = torch.compile(m, fullgraph=True, backend="eager"), cache_of(m, "int4", policy=policy)
     with torch.no_grad(), pytest.raises(Exception, match="outside of graphs: expected max_length="):
         fn(tokens, past_key_values=cache)
@@ -273,7 +277,7 @@ def test_a_growing_cache_stays_out_of_graphs(policy, implementation):
 @pytest.mark.parametrize("mode", ["left_padding", pytest.param("two_turns", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_takes_it(name, mode):
-    """Not compiled: what a static cache of every kind of layer gives is what a growing one gives."""
+    """Not compiled: with every kind of layer, a static cache gives the results of a growing one."""
     if name == "llama4" and hf.__version__.startswith(OLD_LLAMA4):
         pytest.skip("this transformers cannot make Llama 4's masks for static caches, its own included")
     m = family(name)

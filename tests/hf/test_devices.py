@@ -1,4 +1,4 @@
-"""A model that is spread over several devices (tests/support/far.py is one of them): its cache has a pool for each."""
+"""A model distributed over several devices (one is that of tests/support/far.py): its cache has a pool per device."""
 
 import copy
 
@@ -21,13 +21,13 @@ FULL = pytest.mark.full
 
 
 def pair(**options):
-    """A model on one device and its cache, the same spread over two."""
+    """A model on one device and its cache, and the same distributed over two."""
     m = select(model("llama"), "kvcompress")
     return (m, cache_of(m, **options)), (far := spread(m), cache_of(far, **options))
 
 
 def used(cache):
-    """Bytes of each pool that the cache's layers use."""
+    """Used bytes of each pool of the cache's layers."""
     pools = {layer.store.page_store.pool for layer in cache.layers}
     for pool in pools:
         pool.check()
@@ -112,7 +112,7 @@ def test_copies_share_the_pools_and_moves_end_them():
         assert all(pool.stats()["used"] == 0 for pool in before)
         got, want = (logits_of(m, c, [1] * 20, tokens[:, 220:240]) for c in (two, one))
         assert alike(got, want, 4 * FORMATS["int8"])
-        two.reset()  # and spread once more
+        two.reset()  # and distributed again
         logits_of(far, two, [200], tokens[:, :200])
         assert len(used(two)) == 2 and two.layers[0].store.page_store.pool is two.pool
 
@@ -156,7 +156,7 @@ def test_a_file_of_it(tmp_path):
 
 @pytest.mark.parametrize("options", [dict(max_bytes=6 << 20), dict(pool=_C.Pool(6 << 20))], ids=["max_bytes", "pool"])
 def test_one_limit_is_one_pool(options):
-    """Room for one of the two layers."""
+    """Memory for one of the two layers."""
     k = torch.randn(1, 2, 4096, 64)
     with a_device():
         cache = cache_of(select(model("llama"), "kvcompress"), "raw", **options)

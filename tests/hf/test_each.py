@@ -1,4 +1,5 @@
-"""Every value of every axis of the composition matrix once, all else being plain: what `make check` runs of caches."""
+"""Every value of every axis of the composition matrix once, with defaults elsewhere: the cache tests of `make
+check`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 
 from kvcompress import _C
 
-LEFT = {"level": None, "device": ("cpu",)}  # levels are in other tests; "cuda" compiles the kernels for the host
+LEFT = {"level": None, "device": ("cpu",)}  # levels have separate tests; "cuda" compiles the kernels for the host
 
 
 def each() -> list[matrix_rows.Row]:
@@ -24,7 +25,7 @@ def each() -> list[matrix_rows.Row]:
 EACH = each()
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of K that a format breaks
+@pytest.mark.filterwarnings("ignore::UserWarning")  # about K that does not suit a format
 @pytest.mark.parametrize("row", EACH, ids=lambda row: "-".join(x for x, y in zip(row, EACH[0], strict=True) if x != y))
 def test_each(row: matrix_rows.Row) -> None:
     matrix.run(row)

@@ -1,4 +1,5 @@
-"""Decoders with cross-attention: a KVCache within transformers' EncoderDecoderCache; alone, what to do instead."""
+"""Decoders with cross-attention: a KVCache within transformers' EncoderDecoderCache; alone, the error says what to
+do."""
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_beside_a_cache_of_the_encoder(name, fused):
         assert cache.self_attention_cache.get_seq_length() == 70
     got = generate(m, both(m, "int8"))
     torch.testing.assert_close(got.logits[0], want[0].logits[0])
-    same = (got.sequences == want[0].sequences).all(0).long().cumprod(0).sum()  # then other tokens follow
+    same = (got.sequences == want[0].sequences).all(0).long().cumprod(0).sum()  # followed by other tokens
     assert same > 10
     for x, y in zip(got.logits[: same - 1], want[0].logits, strict=False):
         assert (x - y).norm() < 0.05 * y.norm()
@@ -67,8 +68,7 @@ def test_beside_a_cache_of_the_encoder(name, fused):
 @pytest.mark.parametrize("pads", [0, 3])
 @pytest.mark.parametrize("name", ["bert", "mbart"])
 def test_alone_it_says_what_to_pass(name, pads, fused):
-    """Models look whether the encoder's K and V are there, or else bring them to the same layer, where they find a mask
-    of the encoder's length."""
+    """Otherwise models would append the encoder's K and V to the same layer, with a mask of the encoder's length."""
     m = build(name)
     if fused:
         enable(m.decoder, verbose=False)

@@ -1,4 +1,4 @@
-"""Ways into the library that fit habits: dicts, DynamicCache and back, patched models, doctor, versions."""
+"""Entry points: dicts, conversion from and to DynamicCache, patched models, doctor, versions."""
 
 import copy
 import gc
@@ -57,7 +57,8 @@ def test_a_dict_with_a_name_that_is_none():
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "linear", "gemma3n"])
 def test_from_dynamic_cache_and_back(name):
-    """A conversation begun with DynamicCache goes on with raw pages, and again with DynamicCache: the same tokens."""
+    """A conversation starts with DynamicCache, continues with raw pages, and then again with DynamicCache: the same
+    tokens."""
     m = select(family(name), "eager")
     theirs = hf.DynamicCache(config=m.config)
     tokens, more, last = ids(2, 60), ids(2, 9, seed=1), ids(2, 3, seed=2)
@@ -125,7 +126,7 @@ def test_patch_for_a_block(llama):
 
 
 def test_a_patch_asks_the_configs_that_generate_asks(llama, monkeypatch):
-    """An argument, the config of the call, the model's; "hybrid", of Gemma's on the hub, means nothing any more."""
+    """An argument, the config of the call, the model's; "hybrid", from older Gemma models, is ignored."""
     tokens, Config = ids(1, 9), hf.GenerationConfig
     ours = [
         ({}, "dynamic"), ({}, "hybrid"), ({"cache_implementation": "dynamic"}, None),
@@ -189,7 +190,7 @@ def test_a_patched_model_is_copied_saved_and_freed(llama, tmp_path):
     call = llama.generate
     del llama, twin
     gc.collect()
-    if gone() is None:  # the fixture may hold it
+    if gone() is None:  # the fixture may hold a reference
         with pytest.raises(RuntimeError, match="freed"):
             call(ids(1, 3))
 
@@ -217,7 +218,7 @@ def test_an_adapter_and_a_pipeline(monkeypatch, request):
 
 
 def test_prefix_tuning():
-    """PEFT puts a cache of its own in the place of any; one that holds the prefix serves the base model."""
+    """PEFT replaces any cache by its own; one that holds the prefix works with the base model."""
     import peft
 
     adapted = peft.get_peft_model(

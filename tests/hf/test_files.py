@@ -1,4 +1,4 @@
-"""`.kvc` files and suspension: what comes back is what went, whatever happens to the file."""
+"""`.kvc` files and suspension: what is loaded is what was saved, whatever happens to the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvcompress.policies import Demote, Watch
 
 
 def same(a, b):
-    """Are two caches equal, to the byte of their pages?"""
+    """Whether two caches are equal, to the byte of their pages."""
     for x, y in zip(a.layers, b.layers, strict=True):
         if hasattr(x, "store"):
             assert all(torch.equal(s, t) for s, t in zip(x.store.dense(), y.store.dense(), strict=True))
@@ -58,7 +58,7 @@ CASES = {
     ({"recent": 0, "residual": None}, None), ({"recent": 32, "residual": None}, 32), ({"recent": 0, "residual": 0}, 0),
 ])  # fmt: skip
 def test_the_raw_tokens_of_version_0_1(old, length):
-    """It had two names for `residual_length`."""
+    """`residual_length` had two other names."""
     read = save_load.options_of({"key": "int8", **old, "per_layer": {"1": {"key": "int4", **old}, "2": "raw"}})
     assert read == {
         "key": "int8", "residual_length": length,
@@ -74,7 +74,7 @@ def test_goes_on_as_if_nothing_had_been(llama, case, how, tmp_path):
     tokens, mask = left_pads(ids(2, 150), [0, 9])
     feed(llama, cache, tokens, mask)
     twin, path = KVCache(llama.config, fmt, page_size=P, **options), tmp_path / "a.kvc"
-    feed(llama, twin, tokens, mask)  # a deep copy would share pages, and so evict from them in another way
+    feed(llama, twin, tokens, mask)  # a deep copy would share pages and therefore be evicted differently
     if how == "file":
         cache.save(path, tokens=tokens)
         cache = KVCache.load(path, llama.config, tokens=tokens)
@@ -128,7 +128,7 @@ def test_sliding_layers_are_saved_too(name, tmp_path):
     cache.save(tmp_path / "a.kvc")
     twin = KVCache.load(tmp_path / "a.kvc", made.config)
     assert same(cache, twin)
-    if name != "gpt_oss":  # whose layers of full attention go back as far as one likes
+    if name != "gpt_oss":  # whose full-attention layers can be cropped arbitrarily
         for x in (cache, twin):
             with pytest.raises(ValueError, match="the window of"):
                 x.crop(-99)
@@ -156,7 +156,7 @@ def test_a_file_for_the_prefix_cache(llama, tmp_path):
     assert prefix.open(torch.cat([prompt, ids(1, 9)], 1)).get_seq_length() == 84
 
 
-# ------------------------------------------------------------------ what can be wrong with a file
+# ------------------------------------------------------------------ damaged files
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def saved(llama, tmp_path_factory):
 
 
 def load(data, path, config):
-    """Loads bytes; a file that is damaged must say so. The cache, or None."""
+    """Loads bytes; returns the cache, or None if an error reports damage."""
     path.write_bytes(data)
     try:
         return KVCache.load(path, config)
@@ -184,7 +184,7 @@ quiet = settings(max_examples=150, deadline=None, suppress_health_check=[HealthC
 @quiet
 @given(st.data())
 def test_damage_is_found(llama, saved, tmp_path, data):
-    """Any bytes changed anywhere, or cut off: never a cache (the digest and checksums cover all of it)."""
+    """Changed bytes anywhere, or truncation: never a cache (digest and checksums cover everything)."""
     broken = bytearray(saved)
     if data.draw(st.booleans()):
         at = data.draw(st.integers(0, len(broken) - 1))
@@ -195,12 +195,12 @@ def test_damage_is_found(llama, saved, tmp_path, data):
         at = data.draw(st.integers(0, len(broken) - 1))
         broken[at : at + 8] = data.draw(st.binary(min_size=8, max_size=8))
     found = load(bytes(broken), tmp_path / "b.kvc", llama.config)
-    if found is not None:  # a space in the header for another
+    if found is not None:  # a space in the header was replaced by another
         assert same(found, load(saved, tmp_path / "c.kvc", llama.config))
 
 
 def header_of(saved):
-    """The header of a file, and what follows it."""
+    """The header of a file, and the rest."""
     size = int.from_bytes(saved[:8], "little")
     return json.loads(saved[8 : 8 + size]), saved[8 + size :]
 
@@ -217,7 +217,7 @@ def parts_of(saved):
 
 
 def forge(about, parts):
-    """A file whose digest fits what it says."""
+    """A file with a valid digest."""
     parts.pop("seal", None)
     small = ((name, parts[name][2]) for name in sorted(parts) if not name.endswith(".pages"))
     parts["seal"] = ("U8", [32], save_load._digest(about, small))
@@ -260,7 +260,7 @@ WORDS = [0, 1, -1, 2, 15, 16, 1 << 16, 1 << 16 | 3, 0xFFFF, 1 << 31, (1 << 31) -
 @quiet
 @given(st.data())
 def test_hostile_files(llama, saved, tmp_path, data):
-    """A file whose digest fits and whose numbers lie: an error, or a cache that can be read, fed and freed."""
+    """A file with a valid digest and invalid numbers: an error, or a cache that can be read, used and freed."""
     about, parts = parts_of(saved)
     kind = data.draw(st.sampled_from(["array", "shape", "json", "drop", "copy", "pages"]))
     name = data.draw(st.sampled_from(sorted(parts)))
@@ -328,7 +328,7 @@ def test_wrong_files_say_what_they_are(llama, saved, tmp_path):
         KVCache.load(path, llama.config)
 
 
-# ------------------------------------------------------------------ what can be wrong with a disk
+# ------------------------------------------------------------------ disk errors
 
 
 class Full(io.FileIO):
@@ -381,7 +381,7 @@ def test_read_only_folder(llama, tmp_path, monkeypatch):
     cache = KVCache(llama.config, "int8")
     feed(llama, cache, ids(1, 150))
     with pytest.raises(OSError):
-        cache.suspend(Path("/proc/kvcompress.kvc"))  # where even root cannot write
+        cache.suspend(Path("/proc/kvcompress.kvc"))  # where not even root can write
     with pytest.raises(FileNotFoundError):
         cache.save(tmp_path / "none" / "a.kvc")
     feed(llama, cache, ids(1, 1))

@@ -1,4 +1,4 @@
-"""What a cache held is free when its last reference goes: no cycle of references waits for the garbage collector."""
+"""A cache's memory is freed with its last reference: there are no reference cycles."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Models that take images: tiny random ones, whose first call brings images and whose later ones are text."""
+"""Models with images: tiny random ones, whose first call has images and whose later calls are text."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def paligemma(text):
     )
     tokens = torch.cat([torch.full((2, 4), IMAGE), ids(2, 37)], 1)
     prefix = torch.zeros_like(tokens)
-    prefix[:, -10:] = 1  # the question sees all of itself and of the image, what follows is causal
+    prefix[:, -10:] = 1  # the prompt sees all of itself and the image; what follows is causal
     return config, {"input_ids": tokens, "token_type_ids": prefix, "pixel_values": torch.randn(2, 3, 8, 8)}
 
 
@@ -89,7 +89,7 @@ def generate(m, inputs, cache, **options):
 
 
 def turns(m, inputs, cache):
-    """A prompt with an image; then text alone, in the same cache."""
+    """A prompt with an image, then text only, in the same cache."""
     first = generate(m, inputs, cache)
     more = torch.cat([first.sequences, ids(2, 19, seed=1)], 1)
     return [first, generate(m, {"input_ids": more}, cache)]
@@ -102,8 +102,8 @@ def own(m):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_turns_as_dynamic_cache(name, fused):
-    """Text after the image is causal, though PaliGemma's modules say that they are not; Mllama's attention to an image
-    that came before is not, though its modules say nothing."""
+    """Text after the image is causal, although PaliGemma's modules say otherwise; Mllama's attention to an earlier
+    image is not, although its modules do not say so."""
     m, inputs = build(name)
     want = turns(m, inputs, own(m))
     if fused:
@@ -125,7 +125,7 @@ def test_text_alone(name):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", ["gemma3", "paligemma", "paligemma2"])
 def test_of_fixed_length(name, fused):
-    """For caches that compile `generate` makes masks by kind of layer, which PaliGemma 2 does not take."""
+    """For compilable caches `generate` creates masks by layer type, which PaliGemma 2 does not support."""
     m, inputs = build(name)
     want = turns(m, inputs, own(m))
     if fused:
@@ -136,7 +136,7 @@ def test_of_fixed_length(name, fused):
 
 
 def test_a_cache_that_was_reset_begins_anew():
-    """PaliGemma asks the cache whether the prefix, in which all tokens see each other, has been."""
+    """PaliGemma asks the cache whether the prefix, whose tokens all see each other, was already processed."""
     m, inputs = build("paligemma")
     want = generate(m, inputs, own(m))
     assert enable(m, verbose=False).fused
@@ -160,7 +160,7 @@ def test_policies_leave_images_of_cross_attention_alone():
 
 @pytest.mark.parametrize("policy", [H2O(20), SnapKV(20, window=4)])
 def test_policies_that_look_at_attention_do_not_see_a_4d_mask(policy):
-    """Tokens of an image see each other: transformers says so by a mask, under which attention is computed densely."""
+    """Image tokens see each other, which transformers expresses by a mask; attention is then computed densely."""
     m, inputs = build("gemma3")
     assert enable(m, verbose=False).fused
     cache = cache_of(m, "raw", policy=policy)

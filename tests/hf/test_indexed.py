@@ -1,4 +1,5 @@
-"""Models whose indexer chooses what a query attends to (DeepSeek-V3.2, GLM-5): served while it chooses all tokens."""
+"""Models whose indexer selects the tokens to attend to (DeepSeek-V3.2, GLM-5): supported while it selects all
+tokens."""
 
 import copy
 from functools import lru_cache
@@ -82,7 +83,7 @@ def test_pages_hold_latents_once_and_steps_read_them(key):
         generate(m, ids(2, 80), cache, max_new_tokens=16)
     assert len(errors) >= 16 and max(errors) < 1e-3
     assert all(x.store.page_store.latent for x in cache.layers)
-    theirs = 2 * TOPK * 3 * (64 + 16 + 32) * 4  # with the indexer's keys
+    theirs = 2 * TOPK * 3 * (64 + 16 + 32) * 4  # including the indexer's keys
     assert cache.stats()["bytes"] < (0.6 if key == "int8" else 0.5) * theirs
 
 
@@ -99,7 +100,7 @@ def test_policies(policy):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_policies_without_fused_attention(attention):
-    """What the first pass evicts at once is no slot less for the indexer."""
+    """Tokens that the first pass evicts at once still count for the indexer."""
     m = build("deepseek_v32")
     m.set_attn_implementation(attention)
     cache = cache_of(m, "raw", policy=StreamingLLM(4, 20))
@@ -147,19 +148,19 @@ def test_other_ways_to_change_a_cache(tmp_path):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_other_caches_go_on_as_before(name):
-    """Beyond the indexer's number, of a model that `enable` has seen: what eager attention gives."""
+    """Beyond the indexer's limit, for a model after `enable`: the results of eager attention."""
     m = build(name)
     tokens, mask = left_pads(ids(2, TOPK + 40), [0, 9])
     calls = ids(2, TOPK + 60)
     want = generate(m, tokens, hf.DynamicCache(config=m.config), mask)
     n = calls.shape[1]
-    added = torch.full((n, n), torch.finfo(torch.float32).min).triu(1)[None, None]  # a mask of one's own
+    added = torch.full((n, n), torch.finfo(torch.float32).min).triu(1)[None, None]  # a custom mask
     with torch.no_grad():
         logits = [m(calls, attention_mask=x).logits for x in (None, added)]
         enable(m, verbose=False)
         got = [m(calls, attention_mask=x).logits for x in (None, added)]
     assert max((x - y).abs().max() for x, y in zip(got, logits, strict=True)) < 1e-4
     check_same([generate(m, tokens, hf.DynamicCache(config=m.config), mask)], [want])
-    fixed = KVCache(m.config, "int8", max_length=TOPK + 60)  # layers of a fixed length stay transformers' own
+    fixed = KVCache(m.config, "int8", max_length=TOPK + 60)  # layers of fixed length remain transformers' own
     static = generate(m, tokens, hf.StaticCache(m.config, max_cache_len=TOPK + 60), mask)
     check_same([generate(m, tokens, fixed, mask)], [static])

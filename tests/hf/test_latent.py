@@ -1,4 +1,4 @@
-"""Latent attention (MLA) under enable(): attended absorbed, beside the model's own expansion and float64."""
+"""Latent attention (MLA) under enable(): absorbed attention, compared with the model's own expansion and float64."""
 
 import contextlib
 import copy
@@ -40,7 +40,7 @@ EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_pe
 
 
 def kimi_k2():
-    """The text model of Kimi K2 and K2.5, as their files name it."""
+    """The text model of Kimi K2 and K2.5, as named in their files."""
     text = {**some(**MLA), **MOE, "model_type": "kimi_k2"}
     return hf.Kimi_K25Config(text_config=text).get_text_config()
 
@@ -56,7 +56,7 @@ CONFIGS = {
 
 
 def build(name, dtype=torch.float32):
-    if name not in CONFIGS:  # Gemma 4, whose wide heads are no latents
+    if name not in CONFIGS:  # Gemma 4, whose wide heads are not latents
         return copy.deepcopy(family(name)).to(dtype)
     torch.manual_seed(7)
     config = CONFIGS[name]()
@@ -66,7 +66,7 @@ def build(name, dtype=torch.float32):
 
 
 def counted(monkeypatch):
-    """How often latents were expanded, and attended absorbed."""
+    """Counts how often latents were expanded, and how often attention was absorbed."""
     counts = {"expand": 0, "attend": 0}
     for what in counts:
         where = latent.Expanded if what == "attend" else latent
@@ -117,7 +117,7 @@ ALL = [(name, mode) for name in NAMED for mode in MODES]
 
 @pytest.mark.parametrize("name, mode", [x if x in SOME else pytest.param(*x, marks=pytest.mark.full) for x in ALL])
 def test_every_mode(name, mode):
-    """The same tokens as with DynamicCache; in fp32 logits within 1e-4."""
+    """The same tokens as with DynamicCache; in fp32, logits within 1e-4."""
     run, dtype = MODES[mode], getattr(MODES[mode], "dtype", torch.float32)
     m = build(name, dtype)
     m.set_attn_implementation("eager")
@@ -141,7 +141,7 @@ def test_every_mode(name, mode):
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_k_eq_v", "minicpm3"])
 def test_half_precision_is_as_near_to_float32_as_transformers(name, mode):
-    """Gemma 4 does not scale its scores: in half precision eager and sdpa are farther apart than other models' are."""
+    """Gemma 4 does not scale its scores: in half precision, eager and sdpa differ by more than in other models."""
     m, run, errors = build(name, MODES[mode].dtype), MODES[mode], {}
     exact = copy.deepcopy(m).float()
     exact.set_attn_implementation("eager")
@@ -158,7 +158,7 @@ def test_half_precision_is_as_near_to_float32_as_transformers(name, mode):
     H2O(48), SnapKV(48, window=8), TOVA(48), KeyDiff(48), KNorm(48), RKV(48), StreamingLLM(sinks=4, window=44),
 ])  # fmt: skip
 def test_policies(policy):
-    """What each call attends to, on pages that lose tokens, is what attention over the decoded ones gives."""
+    """On pages with evicted tokens, each call equals attention over the decoded pages."""
     m = build("deepseek_v3")
     enable(m, verbose=False)
     cache = cache_of(m, "raw", policy=policy)
@@ -170,7 +170,7 @@ def test_policies(policy):
 
 @contextlib.contextmanager
 def shadow_kept():
-    """Errors of layers that evict: each call beside `eager` over the slots that the layer still holds."""
+    """Errors of layers with eviction: each call compared with `eager` over the slots that the layer still holds."""
     original, errors = PagedLayer.attend, []
 
     def attend(layer, block, query, mask, **options):
@@ -198,7 +198,7 @@ def test_policies_that_do_not_fit_are_refused_before_any_token(policy):
 
 
 def test_tiers_and_files(tmp_path):
-    """Old pages wait on the host and are read where they lie; a file holds the same cache."""
+    """Old pages are on the host and read in place; a file holds the same cache."""
     m = build("deepseek_v3")
     enable(m, verbose=False)
     tokens = ids(2, 150)
@@ -218,7 +218,7 @@ def test_tiers_and_files(tmp_path):
 
 @pytest.mark.parametrize("key", ["raw", "int8", "int4"])
 def test_a_prefix_is_shared(key):
-    """A second prompt takes the pages of the first one's beginning, and generates what a cache of its own does."""
+    """A second prompt reuses the pages of the common prefix, and generates what a separate cache does."""
     m, P = build("deepseek_v3"), 16
     enable(m, verbose=False)
     prefix = PrefixCache(m.config, key, page_size=P)
@@ -255,7 +255,7 @@ def test_crop_takes_tokens_back(removed):
 
 @pytest.mark.parametrize("key", ["int8", "int4"])
 def test_formats_by_position_and_by_layer(key):
-    """What the pages hold is what attention is over, also where a layer's pages have two formats."""
+    """Attention is over the contents of the pages, also if a layer's pages have two formats."""
     m = build("glm4_moe_lite")
     enable(m, verbose=False)
     options = {"spans": [(0, 48, "raw"), (48, None, key)], "per_layer": {0: "int8/raw"}}
@@ -266,7 +266,7 @@ def test_formats_by_position_and_by_layer(key):
 
 
 def test_sequences_in_one_batch():
-    """Prompts together, then a token each, two in one call of the op: as each alone."""
+    """Prompts together, then single tokens, two in one call of the op: as each alone."""
     m = build("deepseek_v3")
     enable(m, verbose=False)
     pool, lengths = _C.Pool(0), (20, 1, 70)
@@ -281,7 +281,7 @@ def test_sequences_in_one_batch():
 
 
 def test_a_batch_cannot_expand():
-    """Where nothing can be absorbed a Batch says so, and nothing is stored."""
+    """If nothing can be absorbed, a Batch raises, and nothing is stored."""
     m = build("minicpm3")
     enable(m, verbose=False)
     m.model.layers[1].self_attn.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(4 * 32))
@@ -296,8 +296,8 @@ def test_a_batch_cannot_expand():
 @pytest.mark.parametrize("staged", [True, False])
 @pytest.mark.parametrize("padded", [False, True])
 def test_absorbed_equals_the_definition_in_float64(padded, staged, monkeypatch):
-    """Over what int8 pages hold, read back; every head expanded by hand. staged: the call's own tokens come with it,
-    exact; else they are stored before."""
+    """Over decoded int8 pages, with every head expanded explicitly. staged: the call's own tokens come with it,
+    unrounded; otherwise they are stored first."""
     m = build("deepseek_v3")
     enable(m, verbose=False)
     a = m.model.layers[0].self_attn

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) in compiled steps: absorbed in the graph, beside growing caches and DynamicCache."""
+"""Latent attention (MLA) in compiled steps: absorbed in the graph, compared with growing caches and DynamicCache."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from kvcompress import doctor, enable
 
 
 def compiled(m, cache, tokens, first, mask=None):
-    """Logits of one compiled step a token from `first` on, after a prompt; the code of its graph."""
+    """Logits of one compiled step per token from `first` on, after a prompt; the code of its graph."""
     backend = CompileCounterWithBackend("eager")
     step = torch.compile(m, fullgraph=True, backend=backend)
     feed(m, cache, tokens[:, :first], mask)
@@ -27,7 +27,7 @@ def compiled(m, cache, tokens, first, mask=None):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_compiled_steps_attend_absorbed(name):
-    """One graph for every step, no expansion in it."""
+    """One graph for all steps, without expansion."""
     m, slots = build(name), 96
     tokens = ids(2, 60)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def test_compiled_steps_attend_absorbed(name):
 
 @pytest.mark.parametrize("key", ["raw", "int8", "int4"])
 def test_compiled_steps_are_those_of_a_growing_cache(key):
-    """Also of few bits, over pages that are sealed in the graph."""
+    """Also with few bits, over pages that are sealed in the graph."""
     m, tokens = build("glm4_moe_lite"), ids(1, 150)
     enable(m, verbose=False)
     got, _ = compiled(m, cache_of(m, key, max_length=160), tokens, 60)
@@ -53,7 +53,7 @@ def test_compiled_steps_are_those_of_a_growing_cache(key):
 
 
 def test_compiled_steps_see_what_a_mask_shows():
-    """A 4D mask that hides stored tokens: attention over latents, dense."""
+    """A 4D mask that hides stored tokens: dense attention over latents."""
     m, (tokens, mask) = build("deepseek_v3"), left_pads(ids(2, 60), [0, 9])
     holes = torch.ones(2, 1, 1, 60, dtype=torch.bool)
     holes[:, :, :, 20:25] = False
@@ -83,7 +83,7 @@ def test_compiled_steps_expand_what_is_no_plain_linear_layer():
 
 @pytest.mark.parametrize("T", [3, 16, 17])
 def test_compiled_calls_of_several_tokens(T):
-    """Few queries absorb; many expand, which is cheaper. What `enable` says of it."""
+    """Few queries are absorbed; many are expanded, which is cheaper. And the message of `enable`."""
     m, tokens = build("deepseek_v3"), ids(2, 70 + T)
     report = enable(m, verbose=False)
     assert report.fused and "absorbed, compiled in calls of up to 16 tokens on the CPU" in str(report)
@@ -100,7 +100,7 @@ def test_compiled_calls_of_several_tokens(T):
 
 def test_graphs_of_a_model_that_is_not_enabled_are_refused():
     m, tokens = build("minicpm3"), ids(1, 20)
-    enable(build("minicpm3"), verbose=False)  # makes the attention known
+    enable(build("minicpm3"), verbose=False)  # registers the attention
     select(m, "kvcompress")
     for layer in m.model.layers:
         layer.self_attn.__dict__.pop("expand_kv", None)

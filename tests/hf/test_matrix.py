@@ -1,4 +1,5 @@
-"""The composition matrix: rows of features beside the slow reference; combinations that are refused, and when."""
+"""The composition matrix: rows of features compared with the slow reference; rejected combinations, and when they
+fail."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def name_of(row: matrix_rows.Row) -> str:
     return "-".join(x for x, names in zip(row, matrix_rows.AXES.values(), strict=True) if x != names[0])
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of K that a format breaks
+@pytest.mark.filterwarnings("ignore::UserWarning")  # about K that does not suit a format
 @pytest.mark.parametrize(
     "row", [*FEW, *(pytest.param(row, marks=pytest.mark.full) for row in SAMPLE if row not in FEW)], ids=name_of
 )
@@ -35,7 +36,7 @@ def test_sample(row: matrix_rows.Row) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("fmt", [name for name in formats.NAMES if name != "raw"])
 def test_pages_of_zeros_are_noticed(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bounds of every format are narrower than what is lost where nothing is stored."""
+    """The bounds of every format are smaller than the error if nothing is stored."""
     row = matrix_rows.plainest({"key": fmt, "value": fmt, "level": _C.isa()})
     matrix.run(row)
     call = matrix.Driver.call
@@ -71,11 +72,11 @@ def check(found: dict[str, str]) -> None:
     assert found and not {row: text for row, text in found.items() if text}
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- rejected combinations
 
 
 def values_of(rule: matrix_rows.Rule) -> list[dict[str, str]]:
-    """Every value of the rule at least once, and every two ways to break it."""
+    """Every value of the rule at least once, and every pair that breaks it."""
     names = list(rule.values)
     most = max(len(x) for x in rule.values.values())
     return [{axis: rule.values[axis][i % len(rule.values[axis])] for axis in names} for i in range(most)]
@@ -86,13 +87,13 @@ REFUSED = [(rule, values) for rule in matrix_rows.RULES for values in values_of(
 
 @pytest.mark.parametrize("rule,values", REFUSED, ids=lambda x: "+".join(x.values()) if isinstance(x, dict) else "")
 def test_refused_before_any_work(rule: matrix_rows.Rule, values: dict[str, str]) -> None:
-    """An error that says expected, got and what else to do, where the rule says it comes and not later."""
+    """An error with expected, got and a hint, at the point that the rule states and not later."""
     row = matrix_rows.plainest(values)
     with pytest.raises(ValueError) as caught:
         matrix.refuse(row, rule.where)
     text = str(caught.value)
     assert rule.says in text and "expected" in text, text
-    if rule.where != "new":  # and what led there is no error yet
+    if rule.where != "new":  # the steps before raise no error
         matrix.refuse(row, "new")
 
 
@@ -115,7 +116,7 @@ def test_an_unknown_value_names_the_valid_ones(axis: str) -> None:
 
 
 def test_rules_are_no_wider_than_what_is_refused() -> None:
-    """A row that no rule holds for can be made: the sample runs some; here many are only made."""
+    """A row that breaks no rule can be created: the sample runs some; here many are only created."""
     chance = random.Random(5)
     for row in matrix_rows.sample(300, chance.randrange(1 << 30), _C.isa()):
         matrix.refuse(row, "new")
@@ -123,12 +124,12 @@ def test_rules_are_no_wider_than_what_is_refused() -> None:
 
 @pytest.mark.parametrize("strength", [2, 3])
 def test_rows_cover_what_goes_together(strength: int) -> None:
-    """What stands in any row that may be, found by looking at all, is in a row that was made; no other row is."""
+    """All values of valid rows, found by exhaustive search, occur in a generated row; invalid rows do not."""
     axes = {"a": list("pqr"), "b": list("stu"), "c": list("vw"), "d": list("xyz"), "e": list("kl")}
 
     def possible(row: dict[str, str]) -> bool:
         values = set(row.values())
-        return not any(values >= set(bad) for bad in ("ps", "vx", "wxk", "quy"))  # so v and w both keep x from k
+        return not any(values >= set(bad) for bad in ("ps", "vx", "wxk", "quy"))  # so v and w both exclude x from k
 
     def tuples(rows: list[dict[str, str]]) -> set:
         return {some for row in rows for some in itertools.combinations(sorted(row.values()), strength)}
@@ -143,14 +144,14 @@ def test_rows_cover_what_goes_together(strength: int) -> None:
 
 @pytest.mark.full
 def test_pairs_are_complete() -> None:
-    """Every two values that go together are in a row; no row breaks a rule."""
+    """Every compatible pair of values is in a row; no row breaks a rule."""
     rows = matrix_rows.rows(2)
     assert all(matrix_rows.possible(row._asdict()) for row in rows)
     axes = list(matrix_rows.AXES)
     there = {(a, row[i], b, row[j]) for row in rows for (i, a), (j, b) in itertools.combinations(enumerate(axes), 2)}
     for a, b in itertools.combinations(axes, 2):
         for x, y in itertools.product(matrix_rows.AXES[a], matrix_rows.AXES[b]):
-            # A pair may be possible alone and still have no row: three rules may close in on it.
+            # A pair may be valid and still have no row, if three rules together exclude it.
             if (a, x, b, y) not in there and matrix_rows.possible({a: x, b: y}):
                 assert not any(
                     matrix_rows.possible({**row, a: x, b: y})

@@ -1,4 +1,5 @@
-"""Every way to change a cache, on every format, against DynamicCache; and drafts that were taken back, to the byte."""
+"""Every operation that changes a cache, on every format, compared with DynamicCache; and rejected drafts, compared
+exactly."""
 
 import random
 
@@ -11,13 +12,13 @@ from generation import PAGE, error
 from kvcompress import _C, KVCache, PagedKV, formats
 
 NAMES = sorted(set(formats.NAMES))
-BOUND = {"raw": 0.0, 8: 0.08, 4: 0.35, 3: 0.6, 2: 1.0}  # of what is stored, Gaussian
+BOUND = {"raw": 0.0, 8: 0.08, 4: 0.35, 3: 0.6, 2: 1.0}  # error of stored values, Gaussian
 CASES = [(name, {}) for name in NAMES] + [
     ("int8", {"residual_length": 0}), ("fp8_e4m3", {"residual_length": 0}), ("int4", {"residual_length": 20}),
     ("int8", {"sinks": 0}),
     ("int4", {"spans": [(0, 0.3, "int8"), (0.3, 1, "kivi2")]}), ("int8", {"value": "int2"}),
 ]  # fmt: skip
-PLANS = {  # what users of generate do between calls: (method, argument), or tokens to append
+PLANS = {  # operations between calls of generate: (method, argument), or tokens to append
     "crop after the prompt": [70, ("crop", -10), 1],
     "crop into the residual and beyond": [220, ("crop", -50), 1, ("crop", -1), ("crop", 0), 30],
     "crop to nothing": [40, ("crop", -1000), 9],
@@ -37,7 +38,7 @@ def caches(name, options):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name,options", CASES, ids=lambda x: x if isinstance(x, str) else str(len(x)))
 def test_as_dynamic_cache(name, options, plan):
-    """Shapes and lengths, K and V up to the format; and what a method leaves is what was there, bit for bit."""
+    """As DynamicCache: shapes and lengths, K and V up to the format's error; the remaining tokens do not change."""
     ours, theirs = caches(name, options)
     generator, rows = torch.Generator().manual_seed(3), 3
     for step in PLANS[plan]:
@@ -51,7 +52,7 @@ def test_as_dynamic_cache(name, options, plan):
             for cache in (ours, theirs):
                 if (method, arguments) != ("reset", []):
                     getattr(cache, method)(*arguments)
-            if method == "reset":  # transformers' keeps the tokens, as zeros
+            if method == "reset":  # transformers keeps the tokens, as zeros
                 ours.reset()
                 theirs, rows = caches(name, options)[1], 2
                 continue
@@ -80,7 +81,7 @@ def test_as_dynamic_cache(name, options, plan):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_scales_are_not_frozen_by_the_first_call(name):
-    """Zeros first, then data, then a hundred times as large: each page has scales of its own."""
+    """Zeros first, then data, then data a hundred times as large: each page has its own scales."""
     ours, theirs = caches(name, {})
     for size, T in ((0.0, 40), (1.0, 40), (100.0, 60)):
         k, v = size * torch.randn(2, 1, 2, T, 32, generator=torch.Generator().manual_seed(5))
@@ -88,8 +89,8 @@ def test_scales_are_not_frozen_by_the_first_call(name):
             cache.update(k, v, 0)
     bits = "raw" if name == "raw" else formats.TABLE[formats.resolve(name, torch.float32)]["bits"]
     keys, exact = ours.layers[0].keys, theirs.layers[0].keys
-    assert not keys[:, :, :32].any()  # pages of zeros alone
-    for part in (slice(52, 68), slice(84, 140)):  # pages that no jump cuts
+    assert not keys[:, :, :32].any()  # pages of zeros only
+    for part in (slice(52, 68), slice(84, 140)):  # pages with values of one magnitude
         assert error(keys[:, :, part], exact[:, :, part]) <= BOUND[bits]
 
 
@@ -112,7 +113,7 @@ def sealed_bytes(store):
 
 @pytest.mark.parametrize("name,options", CASES, ids=lambda x: x if isinstance(x, str) else str(len(x)))
 def test_a_rejected_draft_leaves_no_trace(name, options):
-    """Blocks of a token and its drafts, some of which are taken back, beside a layer that never got those."""
+    """Calls of a token and its drafts, some of which are rejected, compared with a layer that never got those."""
     options = {"key": name, "page_size": PAGE, "batch": 2, **options}
     drafting, plain = PagedKV(2, 32, **options), PagedKV(2, 32, **options)
     chance, generator = random.Random(name), torch.Generator().manual_seed(9)
@@ -140,4 +141,4 @@ def test_a_rejected_draft_leaves_no_trace(name, options):
         assert {**drafting.page_store.parts(), "tables": 0} == {
             **plain.page_store.parts(),
             "tables": 0,
-        }  # which have spare room
+        }  # with spare capacity

@@ -1,4 +1,4 @@
-"""What somebody meets who has read the first page alone: a word where one is needed, and errors that say what to do."""
+"""First use by someone who has read only the first page: a hint where one is needed, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def said(name: str) -> list[str]:
 
 
 def test_enable_forgotten() -> None:
-    """One word, with the line to write; none where it was written, nor where it would do nothing."""
+    """One warning, with the line to add; none if enable was called, or if it would have no effect."""
     m = model("llama")
     m.set_attn_implementation("sdpa")
     (text,) = said("llama")
@@ -55,7 +55,7 @@ def test_scores_of_a_wrong_shape(score: object, got: str) -> None:
 
 
 def test_arguments_of_another_kind(tmp_path) -> None:
-    """What a first program gets wrong is named, with what was wanted."""
+    """Typical mistakes in a first program are named, with the expected value."""
     config, cache = CONFIGS["llama"](), KVCache(CONFIGS["llama"]())
     cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (TypeError, "from_dict: expected a dict of KVCache's options, got NoneType",

@@ -1,9 +1,8 @@
 """Families x modes x formats x attention: pairs in the default tier (modes with every kind of layers, not with every
-family), all pairs and all of it in the full one.
+family), all pairs and the full product in the full tier.
 
 raw: the tokens and logits of DynamicCache. Quantized and fused: each attention call equals the same call on the decoded
-cache. In all: what the first paged layer holds in the end is what DynamicCache holds, up to the format's rounding.
-"""
+cache. In all: the final contents of the first paged layer are those of DynamicCache, up to the format's rounding."""
 
 import copy
 from functools import lru_cache
@@ -24,12 +23,12 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from kvcompress import KVCache, enable
 from kvcompress.hf.layer import PagedLayer
 
-FORMATS = {"raw": 1e-5, "int8": 2e-2, "int4": 0.25}  # how far K and V may be from the exact ones
+FORMATS = {"raw": 1e-5, "int8": 2e-2, "int4": 0.25}  # tolerance of K and V
 HALF = {torch.float16: 6e-3, torch.bfloat16: 6e-2}
 
 
 def possible(row):
-    """Does transformers itself do it? A prefix of (family, mode, format, implementation)."""
+    """Whether transformers itself supports a prefix of (family, mode, format, implementation)."""
     if len(row) > 1 and row[0] in families.NO_CROP and row[1] in CROPPING:
         return False
     return not (len(row) > 3 and row[3] == "sdpa" and row[0] in models.NO_SDPA)
@@ -44,7 +43,7 @@ RULES = (
 
 
 def pairs():
-    """Rows in which every two values that `possible` allows stand together."""
+    """Rows with every pair of values that `possible` allows."""
     constraints = [
         {"operator": "not", "condition": {"operator": "and", "conditions": [
             {"operator": "in", "left": axis, "values": list(names)} for axis, names in rule.items()
@@ -55,14 +54,14 @@ def pairs():
 
 
 def layers_of(name):
-    """What makes families different for a mode: the kinds of their layers, latents, layers that share K and V."""
+    """Properties that matter for a mode: kinds of layers, latents, shared K and V."""
     text = families.CONFIGS[name]().get_text_config(decoder=True)
     kinds = sorted(set(get_layer_types_and_kwargs(text)[0]))
     return *kinds, *(x for x in ("kv_lora_rank", "num_kv_shared_layers") if getattr(text, x, None))
 
 
 def usual(rows):
-    """As few of the rows as have every two values together, of a family and a mode only its kind of layers."""
+    """A small subset of the rows with every pair of values; of a family and a mode only one per kind of layers."""
     kind = {name: layers_of(name) for name in AXES[0]}
 
     def two(row):
@@ -125,7 +124,7 @@ def shadowed():
 
 
 def check_stored(m, run, bound):
-    """The first paged layer holds the K and V of the sequences that came out."""
+    """The first paged layer holds the K and V of the generated sequences."""
     first = next(i for i, layer in enumerate(run.cache.layers) if isinstance(layer, PagedLayer))
     layer, sequences = run.cache.layers[first], run.outputs[-1].sequences
     seen = layer.get_seq_length()
@@ -140,7 +139,7 @@ def check_stored(m, run, bound):
             past_key_values=exact,
         )
     real = mask.bool()
-    if layer.chunked:  # only the last chunk has to be there
+    if layer.chunked:  # only the last chunk must be stored
         begin = mask.int().argmax(1)[:, None]
         real = real & (torch.arange(seen) >= begin + (seen - 1 - begin) // layer.window * layer.window)
     real = real[:, None, layer.start_of(seen) :, None]
@@ -152,7 +151,7 @@ def check_stored(m, run, bound):
 def check(name, mode, key, implementation, shadowed):
     run_mode = MODES[mode]
     dtype = getattr(run_mode, "dtype", torch.float32)
-    half = dtype is not torch.float32  # the roundings of torch's attention functions differ
+    half = dtype is not torch.float32  # torch's attention functions round differently
     m, assistant = prepared(name, dtype)
     attend_with(m, implementation)
     own = m.config.get_text_config()._attn_implementation == "eager" or name in models.NO_SDPA
@@ -165,7 +164,7 @@ def check(name, mode, key, implementation, shadowed):
         bound = (HALF[dtype] if half else 1e-5) if exact else 4 * FORMATS[key]
         got, wanted = run.outputs[0].double(), want.outputs[0].double()
         rows = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-        if half and name == "gemma4":  # whose scores are not scaled: transformers' own two functions differ by more
+        if half and name == "gemma4":  # which does not scale its scores: transformers' own two functions differ by more
             two = (reference(name, mode, x).outputs[0].double() for x in ("eager", "sdpa"))
             apart = torch.sub(*two).norm(dim=-1) / wanted.norm(dim=-1)
             bound = max(bound, float(apart.quantile(0.9)))
@@ -225,7 +224,7 @@ def test_rows_of_a_padded_batch_equal_the_rows_alone(name, key):
 
 @pytest.mark.parametrize("key", ["raw", "int8", "int4"])
 def test_rows_that_finish_leave_the_batch_longest_first(key):
-    """The longest row goes, then the next: those that stay go on as alone, and pages go back."""
+    """The longest row finishes first, then the next: the others continue as alone, and pages are freed."""
     m, pads = family("llama"), [30, 0, 13]
     attend_with(m, "kvcompress")
     tokens, mask = left_pads(ids(3, 90), pads)

@@ -1,5 +1,5 @@
-"""`generate` with a fixed-length cache on a GPU: transformers compiles its decode steps, asked or not. Each stands in
-the cache's `step()`; a graph that runs elsewhere would store nothing, and must not run."""
+"""`generate` with a fixed-length cache on a GPU: transformers compiles its decode steps by default. Each runs within
+the cache's `step()`; a graph outside of it would store nothing, and must not run."""
 
 import contextlib
 import copy
@@ -30,8 +30,8 @@ def _fresh():
 
 
 def fresh(implementation="kvcompress"):
-    """A model of the test's own, built anew: transformers keeps its compiled call in it, and hooks that do not pickle
-    once it has shown its hidden states."""
+    """A new model for the test: transformers stores the compiled call in it, and hooks that cannot be pickled after it
+    has returned hidden states."""
     enabled = select(model.__wrapped__("llama"), "kvcompress")
     if implementation != "kvcompress":
         enabled.set_attn_implementation(implementation)
@@ -39,12 +39,12 @@ def fresh(implementation="kvcompress"):
 
 
 class Compiles:
-    """`generate` compiles as on an accelerator; counts graphs and their runs."""
+    """Makes `generate` compile as on an accelerator; counts graphs and their runs."""
 
     def __init__(self, **options):
         self.graphs = self.runs = 0
 
-        def backend(graph, inputs):  # a method would be copied with the config, and its self with it
+        def backend(graph, inputs):  # a method would be copied with the config, including self
             self.graphs += 1
 
             def run(*args):
@@ -58,7 +58,7 @@ class Compiles:
 
 
 def both(m, key="int8", rows=2, **options):
-    """(logits by steps, tokens) of `generate` with a cache elsewhere, and of one on the CPU."""
+    """(logits by steps, tokens) of `generate` with a cache on another device, and with one on the CPU."""
     tokens, mask = left_pads(ids(rows, 45), [0, 9][:rows])
     want = generate(m, tokens.to(DEVICE), cache_of(m, key), mask.to(DEVICE))
     with Elsewhere():
@@ -94,7 +94,7 @@ def test_generate_on_a_gpu():
 
 @pytest.mark.parametrize("implementation", ["kvcompress", pytest.param("sdpa", marks=pytest.mark.full)])
 def test_without_steps_only_pieces_are_compiled(implementation):
-    """A model that `enable` has not seen: transformers compiles it all the same, and falls back."""
+    """A model without `enable`: transformers compiles it all the same, and falls back."""
     m, compiles = fresh(implementation), Compiles()
     del m.__dict__["get_compiled_call"]
     check(*both(m, compile_config=compiles.config))
@@ -109,7 +109,7 @@ def test_other_attention_in_step_is_not_compiled():
 def test_a_prompt_in_chunks_is_not_compiled():
     m, compiles = fresh(), Compiles(fullgraph=True)
     check(*both(m, "raw", rows=1, compile_config=compiles.config, prefill_chunk_size=16))
-    assert compiles.runs == 19 + (DEVICE == "cpu")  # of an empty cache the host's tensors say that it is on the CPU
+    assert compiles.runs == 19 + (DEVICE == "cpu")  # an empty cache of host tensors looks like one on the CPU
 
 
 @pytest.mark.parametrize("before", [pytest.param(0, marks=pytest.mark.full), 3])
@@ -161,7 +161,7 @@ def test_an_uncompiled_call_in_step_is_as_any():
         with pytest.raises(ZeroDivisionError), cache.step():
             m(tokens[:, :1], past_key_values=cache)
             raise ZeroDivisionError
-        assert cache.get_seq_length() == 61  # the call was over
+        assert cache.get_seq_length() == 61  # the call had finished
 
 
 def test_copies_and_pickles_of_a_model_step_for_themselves():
@@ -170,12 +170,12 @@ def test_copies_and_pickles_of_a_model_step_for_themselves():
         assert isinstance(twin.get_compiled_call, Stepped) and twin.get_compiled_call.model() is twin
 
 
-# ---------------------------------------------------------------- what a graph cannot do, and generate() asks for
+# ---------------------------------------------------------------- features of generate() that graphs do not support
 
 
 def pair(m, run, bound=1e-4 if DEVICE == "cpu" else 2e-2, **options):
-    """What `run(cache, **options of generate)` gives uncompiled and compiled; runs of graphs. On a GPU the two round
-    differently, and a number of K in another code of int8 is 5e-3 of a logit."""
+    """Results of `run(cache, **options of generate)` uncompiled and compiled; number of graph runs. On a GPU they
+    round differently, and another int8 code of K changes a logit by 5e-3."""
     compiles = Compiles()
     with Elsewhere():
         want = run(cache_of(m, "int8", max_length=SLOTS, **options))
@@ -215,7 +215,7 @@ def test_attention_outside_of_the_graph_in_step():
 
 @pytest.mark.parametrize("chunk,pads", [(1, "left"), pytest.param(16, "right", marks=pytest.mark.full)])
 def test_chunks_of_one_token_may_be_pads(chunk, pads, monkeypatch):
-    monkeypatch.setattr(KVCache, "needs_step", lambda cache, device: True)  # as on a GPU, of an empty cache too
+    monkeypatch.setattr(KVCache, "needs_step", lambda cache, device: True)  # as on a GPU, also for an empty cache
     tokens, mask = padded()
     if pads == "right":
         tokens, mask = tokens[:, :33], torch.ones_like(tokens[:, :33])
@@ -226,7 +226,7 @@ def test_chunks_of_one_token_may_be_pads(chunk, pads, monkeypatch):
 
 
 def test_a_second_turn_hides_what_the_first_stored():
-    """Row 0 ends early: generate() fills it up, and the next mask hides that."""
+    """Row 0 ends early: generate() pads it, and the next mask hides the padding."""
     m, tokens = fresh(), ids(2, 45).to(DEVICE)
     end = int(generate(m, tokens, cache_of(m, "int8")).sequences[0, 48])
     later = ids(2, 10, seed=5).to(DEVICE)
@@ -264,7 +264,7 @@ def test_pages_that_wait_elsewhere():
 
 
 def two_widths():
-    """Layers of heads of 16 and of 512 dims."""
+    """Layers with heads of 16 and of 512 dims."""
     config = hf.Gemma4TextConfig(
         **some(num_hidden_layers=2), sliding_window=24, global_head_dim=512, vocab_size_per_layer_input=96,
         hidden_size_per_layer_input=16, num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"],

@@ -1,4 +1,4 @@
-"""Caches that wait in files: what they find there is theirs, or an error."""
+"""Suspended caches: the file is theirs, or resume raises."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_where_a_suspended_cache_waits_nobody_writes(llama, tmp_path, monkeypatc
 
 
 def test_suspended_file_that_goes_wrong(llama, tmp_path):
-    """A failed resume leaves the cache suspended: with the file put right it comes back."""
+    """A failed resume leaves the cache suspended; after the file is restored it succeeds."""
     path = tmp_path / "a.kvc"
     cache = KVCache(llama.config, "int8")
     feed(llama, cache, ids(1, 150))
@@ -53,7 +53,7 @@ def test_suspended_file_that_goes_wrong(llama, tmp_path):
     cache.suspend(path)
     good = path.read_bytes()
     broken = bytearray(good)
-    broken[8 + int.from_bytes(good[:8], "little") + 500] ^= 1  # in a page
+    broken[8 + int.from_bytes(good[:8], "little") + 500] ^= 1  # within a page
     path.write_bytes(broken)
     with pytest.raises(ValueError, match="checksum"):
         cache.resume()
@@ -78,7 +78,7 @@ def test_suspended_file_that_goes_wrong(llama, tmp_path):
 
 @pytest.mark.parametrize("name", ["linear", "conv"])
 def test_a_call_of_a_suspended_cache_leaves_states_alone(name):
-    """Layers of states come before the first paged one, which used to be the first to say no."""
+    """Linear-attention layers come before the first paged one, which used to be the first to raise."""
     m = family(name)
     cache = KVCache(m.config, "int8", page_size=P)
     feed(m, cache, ids(1, 50))
@@ -95,7 +95,7 @@ def test_a_call_of_a_suspended_cache_leaves_states_alone(name):
 
 @pytest.mark.parametrize("name", ["linear", "conv"])
 def test_a_file_does_not_lose_states(name, tmp_path):
-    """Files hold K and V; a suspended cache keeps its states where they are."""
+    """Files hold K and V; a suspended cache keeps its states in memory."""
     m = family(name)
     cache = KVCache(m.config, "int8", page_size=P)
     cache.save(tmp_path / "empty.kvc")

@@ -1,4 +1,4 @@
-"""A forward pass that fails leaves every layer as it was before it, to the byte."""
+"""A failed forward pass leaves every layer exactly as before."""
 
 import copy
 
@@ -25,12 +25,12 @@ def run(m, cache, T, seed=0, pads=None):
 
 
 def poison(m, layer=-1):
-    """NaN in V of a layer: the layers before it have the tokens already."""
+    """NaN in V of a layer; the layers before it have already stored the tokens."""
     return m.model.layers[layer].self_attn.v_proj.register_forward_hook(lambda module, args, out: out * NAN)
 
 
 def state(cache):
-    """All that a layer stores; where its pages lie, and spare room in its tables, may change."""
+    """Everything that a layer stores; addresses of pages and spare capacity of tables may change."""
     for layer in cache.layers:
         table = layer.store.page_store.table
         entries = table.entries[:, 0]
@@ -58,7 +58,7 @@ def check_same(cache, twin):
     {"key": "int8", "spans": [(0, 0.3, "raw"), (0.3, 1, "int4")]},
 ])  # fmt: skip
 def test_nothing_is_left_of_a_failed_pass(options, implementation):
-    """Calls of one token and of many, with pages that are sealed by it or not, rows of the same length or not."""
+    """Calls of one token and of many, with or without sealed pages, rows of equal or different lengths."""
     m = select(copy.deepcopy(model("llama")), implementation)
     for pads, lengths in ((None, [40, 13, 1, 1, 1]), (5, [30, *[1] * 22]), (17, [70, 5, 31])):
         cache, twin = cache_of(m, **options), cache_of(m, **options)
@@ -120,7 +120,7 @@ def test_no_allocation_of_the_way_back_can_fail():
         check_same(cache, twin)
 
 
-# ---------------------------------------------------------------- states that models write into themselves
+# ---------------------------------------------------------------- states that models update in place
 
 
 def hybrid_of(*layers):
@@ -169,7 +169,7 @@ def test_a_later_one_is_not_and_says_so_until_reset(hybrid):
     assert torch.equal(run(hybrid, cache, 9), run(hybrid, twin, 9))
 
 
-# ---------------------------------------------------------------- passes that others broke off
+# ---------------------------------------------------------------- passes interrupted elsewhere
 
 
 class Broken(Exception):
@@ -188,7 +188,7 @@ def break_off(m, cache, where, T):
 
 @pytest.mark.parametrize("filled", [0, 20])
 def test_states_that_are_ahead_are_not_taken_for_whole(filled):
-    """A pass that broke off between layers of states and the attention behind them."""
+    """A pass interrupted between linear-attention layers and the attention layers after them."""
     m = hybrid_of("linear", "linear", "full", "linear")
     cache, twin = cache_of(m, "raw"), cache_of(m, "raw")
     for c in (cache, twin):
@@ -230,7 +230,7 @@ def test_a_pass_that_was_broken_off_after_the_cache_was_filled_is_whole():
 
 
 def test_a_model_that_stops_early_may():
-    """The first layers alone, call after call: what the others hold does not matter."""
+    """Only the first layers, call after call: the contents of the others do not matter."""
     m = copy.deepcopy(model("llama"))
     enable(m, verbose=False)
     cache = cache_of(m, "raw")

@@ -1,5 +1,5 @@
-"""Copies beside a device's work: a page goes when kernels before have written it, is written when they have read it.
-The device here is the host: its kernels run late, in order, in a thread of their own."""
+"""Copies concurrent with a device's work: a page is copied out after earlier kernels have written it, and overwritten
+after they have read it. The device here is the host: its kernels run late, in order, in a separate thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 class Queued(CopyStream):
-    """A lane of a device whose kernels are late."""
+    """A copy stream of a device with delayed kernels."""
 
     def __init__(self):
         self.compute = CopyThread()
@@ -88,13 +88,13 @@ def test_a_page_comes_when_what_was_there_has_been_read():
 
 
 def test_who_waits_for_a_copy_waits_for_nothing_else():
-    """The mark is taken when the fetch is asked for: later kernels do not hold it up."""
+    """The event is recorded when the fetch is requested: later kernels do not delay it."""
     arena, pieces = arena_of()
     tiers, gate = Tiers(), threading.Event()
     extent = tiers.put(arena, pieces)
     arena.bytes[:] = 0
     busy = threading.Event()
-    tiers.copier.start(lambda: busy.wait(5))  # the copier comes to it after the kernel was queued
+    tiers.copier.start(lambda: busy.wait(5))  # the copy thread reaches it after the kernel was queued
     ticket = tiers.fetch(extent, arena, pieces)
     held = arena.copy_stream.compute.start(lambda: gate.wait(5))
     busy.set()
@@ -105,7 +105,7 @@ def test_who_waits_for_a_copy_waits_for_nothing_else():
 
 
 def test_cuda_calls_in_their_order(monkeypatch):
-    """What a CudaCopyStream asks of torch, for there may be no GPU to ask."""
+    """The calls that a CudaCopyStream makes to torch, since there may be no GPU."""
     said = []
 
     class Stream:

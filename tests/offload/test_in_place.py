@@ -1,4 +1,5 @@
-"""Attention to pages where they lie, against float64 attention to what is stored, and a layer that has all of them."""
+"""Attention to offloaded pages in place, compared with float64 attention to the stored values and with a layer that
+has all pages in the pool."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def send(kv, resident=32, in_place=True, unit=1, **options):
 
 
 def wanted(kv, q, k, v, real, softcap=0.0, s_aux=None):
-    """float64 attention of a call that brings k and v, to what it sees. real: bool [B, seen + T]."""
+    """float64 attention of a call with k and v, over the tokens it sees. real: bool [B, seen + T]."""
     keys, values = (x.double().repeat_interleave(HQ // H, 1) for x in kv.clone().append_dense(k, v))
     T = q.shape[2]
     scores = q.double() @ keys.transpose(2, 3) / D**0.5
@@ -83,19 +84,19 @@ def test_against_float64(fmt, T, where):
         assert error(got[0], same[0].double()) <= SAME[fmt]
         if step % 2:
             far.offload.offload_oldest()
-        only = far.attend(q[:, :, -1:])  # no tokens of its own
+        only = far.attend(q[:, :, -1:])  # no own tokens
         assert error(only[0], near.attend(q[:, :, -1:])[0].double()) <= SAME[fmt]
     stats = far.offload.prefetcher.tiers.stats()
     assert stats["viewed"] and not stats["fetches"]
     assert len(far.offload.runs) > 1 or T == 1
     for a, b in zip(near.dense(), far.dense(), strict=True):
-        assert torch.equal(a, b)  # what is stored is the same, to the byte
+        assert torch.equal(a, b)  # the stored bytes are equal
 
 
 @pytest.mark.parametrize("twin", [False, True], ids=["cpu", "gpu's host twin"])
 def test_rows_with_pads_and_shared_pages(twin):
-    """Rows that begin at other slots; pages that a copy still shares stay, in the middle of those that went. On a GPU:
-    the layer's own pages in an arena of their own, the others by the CPU's kernel."""
+    """Rows that start at different slots; pages shared with a copy stay, between pages that were offloaded. On a GPU:
+    the layer's own pages are in a device arena, the others are read by the CPU's kernel."""
     generator = torch.Generator().manual_seed(1)
     mask = torch.ones(2, 200, dtype=torch.bool)
     mask[1, :37] = False
@@ -159,7 +160,7 @@ def test_files_that_changed_are_an_error(tmp_path, harm):
     assert np.array_equal(far.page_store.table.rows, rows) and far.seen == near.seen
     with open(path, "r+b") as file:
         file.write(good)
-    near.attend(q, k, v), far.attend(q, k, v)  # mapped from now on, and without a name
+    near.attend(q, k, v), far.attend(q, k, v)  # mapped from here on, and without a file name
     assert not list(tmp_path.iterdir())
     assert error(far.attend(q, k, v)[0], near.attend(q, k, v)[0].double()) <= 5e-3
     for a, b in zip(near.dense(), far.dense(), strict=True):
@@ -183,12 +184,12 @@ def test_a_model_generates_the_same(llama, where):
 
 
 def test_pages_of_an_arena_elsewhere_go_and_come():
-    """As on a GPU: gathered and scattered there, by units of 64 bytes; fetched, attended, parked as they were."""
+    """As on a GPU: gathered and scattered in units of 64 bytes; fetched, attended to and offloaded again unchanged."""
     near, far = layer("int8"), layer("int8")
     far.page_store.mirror = Mirror(far.page_store.pool, torch.device("cpu"))
     arena = far.page_store.mirror.arena
     arena.reach()[: far.page_store.pool.extent] = torch.from_numpy(far.page_store.pool.arena)
-    far.page_store.pool.arena[:] = 255  # nothing of value is there
+    far.page_store.pool.arena[:] = 255  # these bytes are unused
     arrays, pieces = serialize.survey(far.page_store)
     memory, checksum = serialize.gather(far.page_store, pieces)
     held = b"".join(arena.bytes[at : at + n].numpy().tobytes() for at, n in pieces.tolist())

@@ -1,4 +1,4 @@
-"""Layers and caches that go to another device, and on there: on a device that is mirrored on the host."""
+"""Layers and caches that move to another device and continue there; the device is emulated on the host."""
 
 import copy
 
@@ -17,7 +17,7 @@ from kvcompress.store import device_memory, page_store, pools, serialize
 
 
 class Elsewhere:
-    """While it is open, pages that move go to an arena of their own, as on a GPU."""
+    """While active, pages that move are stored in a separate arena, as on a GPU."""
 
     def __enter__(self):
         self.before = page_store.mirror_of, pools.for_pages
@@ -38,7 +38,7 @@ def back(x):
 
 
 def content(kv):
-    """What a layer holds, wherever its pages lie: lengths, slots, scores, formats, and what is read back."""
+    """Contents of a layer on any device: lengths, slots, scores, formats, and decoded values."""
     kv.onload()
     arrays = serialize.survey(kv.page_store)[0]
     held = [x for x in arrays[1:] if x is not None]
@@ -46,7 +46,7 @@ def content(kv):
 
 
 def pages(kv):
-    """The bytes of each cell's page, to the last one."""
+    """The bytes of each cell's page."""
     kv.onload()
     arrays, pieces = serialize.survey(kv.page_store)
     memory, ends = serialize.gather(kv.page_store, pieces)[0], np.cumsum(pieces[:, 1])
@@ -71,7 +71,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_life_on_two_devices(name):
-    """Appends, beams, crops, a copy that stays: the bytes and the attention of a layer that never moved."""
+    """Appends, beams, crops, a copy that stays behind: bytes and attention equal those of a layer that never moved."""
     options = LAYERS[name]
     layers = [PagedKV(2, 32, batch=2, **options) for _ in range(2)]
     far, near = layers
@@ -95,7 +95,7 @@ def test_a_life_on_two_devices(name):
         assert same(far, near), i
         assert (
             far.page_store.pool.stats()["slots"] == near.page_store.pool.stats()["slots"]
-        )  # what beams share they still share
+        )  # pages shared between beams are still shared
     for kv, dense in kept:
         assert all(torch.equal(a, b) for a, b in zip(kv.dense(), dense, strict=True))
     kept.clear()
@@ -147,12 +147,12 @@ def test_what_is_no_device(name):
 
 
 def test_from_a_device_to_the_cpu(monkeypatch):
-    """By the device's name alone: a pool of its own, with the old one's limit."""
+    """By device name only: a new pool with the limit of the old one."""
     with Elsewhere():
         kv = PagedKV(2, 32, key="int8", pool=_C.Pool(64 << 20))
     kv.append(torch.ones(1, 2, 90, 32), torch.ones(1, 2, 90, 32))
-    kv.page_store.device = torch.device("cuda", 0)  # says the layer; its tensors are here
-    monkeypatch.setattr(ops, "check", lambda device: None)  # which asks the GPU
+    kv.page_store.device = torch.device("cuda", 0)  # the layer reports a GPU, but its tensors are on the host
+    monkeypatch.setattr(ops, "check", lambda device: None)  # would query the GPU
     before = content(kv)
     assert kv.to("cpu") is kv and kv.device.type == "cpu" and kv.page_store.mirror is None
     assert kv.page_store.pool.stats()["reserved"] == 64 << 20
@@ -199,7 +199,8 @@ def test_a_move_that_fails(way, fail_at, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "linear"])
 @pytest.mark.parametrize("key", ["int8", "int4"])
 def test_generate_goes_on(name, key):
-    """Some tokens here, some there, and on here again, rows with pads: the logits of a cache that never moved."""
+    """Some tokens here, some on the other device, then here again, with padded rows: the logits equal those of a cache
+    that never moved."""
     m = select(family(name), "kvcompress")
     tokens, mask = left_pads(ids(2, 90), [0, 7])
     cache, other = cache_of(m, key), cache_of(m, key)

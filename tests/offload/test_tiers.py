@@ -1,4 +1,4 @@
-"""Tiers: pages that wait elsewhere come back as they were, or somebody hears of it."""
+"""Tiers: offloaded pages come back unchanged, or an error is raised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvcompress.store.serialize import Damaged
 
 
 class Now:
-    """A copier that carries at once, in the caller's thread."""
+    """A copy thread that copies at once, in the caller's thread."""
 
     def start(self, job):
         done = Future()
@@ -65,7 +65,7 @@ def test_gather_and_scatter_against_numpy():
         for at, size in pieces:
             pool.arena[at : at + size] = 7
         assert _C.scatter(pool, pieces, memory) == checksum and content(pool, pieces) == data
-        words = memory.view("<u8").astype(object).reshape(-1, 2)  # the sums, by their definition
+        words = memory.view("<u8").astype(object).reshape(-1, 2)  # the checksums, by definition
         plain, placed = [0, 0], [0, 0]
         for pair in words:
             for k in (0, 1):
@@ -80,7 +80,7 @@ def test_gather_and_scatter_against_numpy():
 
 def test_large_copies_go_past_the_caches():
     pool = _C.Pool(1 << 28)
-    size = 40 << 20  # more than the bound in transfer.c
+    size = 40 << 20  # above the limit in transfer.c
     at = pool.alloc(size)
     pool.arena[at : at + size] = np.arange(size, dtype=np.uint8)
     memory = np.empty(size, np.uint8)
@@ -119,7 +119,7 @@ def test_pieces_are_checked():
     assert pool.refs(at) == 1
     pool.ref(at)
     with pytest.raises(ValueError, match="slots in use"):
-        pool.drop(np.array([at, at, at]))  # more often than it is held
+        pool.drop(np.array([at, at, at]))  # more often than there are references
     pool.check()
     assert pool.refs(at) == 0 and pool.alloc(1024) == at
     with pytest.raises(MemoryError):
@@ -204,7 +204,7 @@ def test_damaged_tier_is_an_error(tmp_path, how):
 
 def test_full_disk_keeps_pages_where_they_are(llama, monkeypatch, tmp_path):
     cache = KVCache(llama.config, "int8", page_size=P)
-    tiers = Tiers(host_bytes=0, file_bytes=None, folder="/proc")  # nobody can write there
+    tiers = Tiers(host_bytes=0, file_bytes=None, folder="/proc")  # not writable
     feed(llama, cache, ids(1, 150))
     with pytest.warns(UserWarning, match="pages were not offloaded"):
         cache.use_tiers(tiers, resident=0, unit=1)
@@ -266,7 +266,7 @@ def test_whatever_changes_the_cache_brings_pages_back(llama, tmp_path):
     feed(llama, ours, ids(3, 100))
     del ours, cache, a, b
     gc.collect()
-    assert tiers.stats()["host"] == 0  # extents go with their cache
+    assert tiers.stats()["host"] == 0  # extents are freed with their cache
 
 
 def test_speculation_leaves_pages_away(llama):
@@ -282,7 +282,7 @@ def test_speculation_leaves_pages_away(llama):
 
 
 def test_shared_prefix_stays(llama):
-    """Pages that others hold too stay in the pool: sending them away would free nothing."""
+    """Pages with other owners stay in the pool: offloading them would free nothing."""
     from kvcompress import PrefixCache
 
     tiers, prefix, prompt = Tiers(), PrefixCache(llama.config, "int8", page_size=P), ids(1, 150)
@@ -309,7 +309,7 @@ def test_bad_inputs(llama):
 
 
 class Rough(Tiers):
-    """Loads and writes that are late, or fail, at random, some in the middle: what they read may also be damaged."""
+    """Loads and writes that are randomly delayed or fail, some halfway; loaded data may also be damaged."""
 
     def __init__(self, seed, **options):
         self.rng = random.Random(seed)
@@ -328,7 +328,7 @@ class Rough(Tiers):
         self.trouble()
         if self.on and self.rng.random() < 0.1 and extent.memory is not None and extent.size:
             at = self.rng.randrange(extent.size)
-            extent.memory[at] ^= 16  # for this load
+            extent.memory[at] ^= 16  # of this load
             try:
                 super().load(extent, pool, pieces, now)
             finally:
@@ -358,7 +358,7 @@ class Rough(Tiers):
 
 
 def rough_run(llama, seed, wanted):
-    """A chat of calls over tiers that fail; each call either gives the right logits or raises, and can be repeated."""
+    """A conversation over failing tiers; each call gives the right logits, or raises and can be repeated."""
     rng = random.Random(seed)
     tiers = Rough(seed, host_bytes=rng.choice([0, 20_000, None]), file_bytes=rng.choice([0, None]))
     cache = KVCache(llama.config, "int8", page_size=P)
@@ -377,7 +377,7 @@ def rough_run(llama, seed, wanted):
         assert far < 1e-2 if in_place else far == 0, f"seed {seed}, step {step}: {far}"
     tiers.on = False
     for layer, (k, v) in zip(cache.layers, wanted.dense, strict=True):
-        for now, then in ((layer.keys, k), (layer.values, v)):  # of other hidden states, if these were joined
+        for now, then in ((layer.keys, k), (layer.values, v)):  # different values would show if these were mixed
             assert float((now - then).norm() / then.norm()) < 1e-2 if in_place else torch.equal(now, then)
     cache.pool.check()
     return failures
@@ -403,7 +403,7 @@ def test_random_delays_and_failures(llama, wanted):
     runs = int(os.environ.get("KVCOMPRESS_SOAK", 40))
     failures = sum(rough_run(llama, seed, wanted) for seed in range(runs))
     soaked.steps["copies with random delays and failures"] += runs
-    assert failures > runs / 10  # they were there
+    assert failures > runs / 10  # failures did occur
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""How pages travel: a layer ahead of attention, in units, through memory that stays."""
+"""How pages are transferred: one layer ahead of attention, in extents, through reused memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcompress.offload.tiers import UNIT
 
 
 class Late:
-    """A copier that carries nothing before somebody waits for it."""
+    """A copy thread that copies only when somebody waits for it."""
 
     def __init__(self):
         self.started = self.carried = 0
@@ -63,7 +63,8 @@ def test_the_next_layer_is_on_its_way_while_one_attends():
         assert torch.equal(store.attend(q)[0], want[i])
         following = (i + 1) % 3
         assert prefetcher._stage_of(stores[following].offload) is not None
-        # Its own pages were asked for before, but for the first layer's; the next one's are, and nobody has waited.
+        # Its own pages were requested before, except for the first layer; the next layer's are requested now, and
+        # nothing waited.
         assert copier.started - before == runs[following] + (runs[0] if i == 0 else 0)
         assert copier.carried == copier.started - runs[following]
 
@@ -99,7 +100,7 @@ def test_bytes_stay_as_long_as_somebody_looks():
     assert tiers.room.pool.stats()["slots"] == 3
     del others
     gc.collect()
-    assert tiers.room.pool.stats()["slots"] == 3  # the tiers keep them: nobody has dropped them
+    assert tiers.room.pool.stats()["slots"] == 3  # the tiers keep them
 
 
 def test_memory_goes_back_but_for_what_was_asked_to_stay():

@@ -1,5 +1,5 @@
-"""A layer with a policy whose pages go away and come back, beside one whose pages never leave: random calls, evictions,
-crops, rows, suspensions, failing allocations. Both hold and say the same, to the bit."""
+"""A layer with a policy whose pages are offloaded and fetched, next to one whose pages stay: random calls, evictions,
+crops, row selection, suspension, failing allocations. Both have identical contents and results."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ class Pair(RuleBasedStateMachine):
         self.prefetcher.warned = True
         self.far.attach(LayerOffload(self.far.page_store, self.prefetcher))
         self.generator = torch.Generator().manual_seed(len(name) + resident)
-        soaked.steps[NAME] -= 1  # this is none
+        soaked.steps[NAME] -= 1  # does not count
 
     def both(self, act: Any, fail: int = 0) -> tuple[Any, Any]:
-        """act of each; the far one's with its fail-th allocation failing at first, which must change nothing."""
+        """Runs act on each; first on the offloaded one with its fail-th allocation failing, which must change
+        nothing."""
         if fail:
             _C.alloc_fail_at(fail)
             try:
@@ -106,7 +107,7 @@ class Pair(RuleBasedStateMachine):
 
     @rule()
     def park(self) -> None:
-        """Suspended and resumed; only the far one, which must not show it."""
+        """Suspends and resumes the offloaded layer only, which must have no effect."""
         if self.far.seen:
             self.far.onload()
             arrays, pieces = serialize.survey(self.far.page_store)

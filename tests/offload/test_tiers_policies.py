@@ -1,4 +1,5 @@
-"""Tiers under a policy: what stays, its scores and the logits are those of the same cache without tiers, to the bit."""
+"""Tiers with a policy: kept tokens, their scores and the logits are identical to those of the same cache without
+tiers."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def pair(llama, name, fmt="int8"):
 
 
 def same(ours, theirs):
-    """Both hold the same: slots, scores, K and V."""
+    """Both have the same slots, scores, K and V."""
     for x, y in zip(ours.layers, theirs.layers, strict=True):
         for a, b in zip(x.store.kept_heads(), y.store.kept_heads(), strict=True):
             for one, two in zip(itertools.chain(*(a or [])), itertools.chain(*(b or [])), strict=True):
@@ -83,7 +84,7 @@ def test_every_policy_everywhere(llama, name, fmt, where):
 
 @pytest.mark.parametrize("name", ["StreamingLLM", "H2O", "Demote"])
 def test_what_changes_the_cache(llama, name, tmp_path):
-    """Drafts that are taken back, crops into offloaded pages, beams, files: as without tiers."""
+    """Rejected drafts, crops into offloaded pages, beams, files: as without tiers."""
 
     def acts(cache):
         yield lambda: cache.crop(-3)
@@ -118,7 +119,7 @@ def test_what_changes_the_cache(llama, name, tmp_path):
 @pytest.mark.filterwarnings("ignore:KVCache. pages stay")
 @pytest.mark.parametrize("name", ["StreamingLLM", "H2O", "SnapKV"])
 def test_delays_and_failures(llama, name):
-    """A load that fails in an eviction puts it off: the next call begins with it, or raises and changes nothing."""
+    """A load that fails during an eviction defers it: the next call starts with it, or raises and changes nothing."""
     _, theirs = pair(llama, name)
     wanted = [(tokens := ids(1, T, step), feed(llama, theirs, tokens)) for step, T in enumerate(CALLS)]
     failures = late = 0

@@ -1,5 +1,5 @@
-"""Memory asked for, as a property: a file, an op, a cache asks for no more than its input lets one expect. Counted in a
-process of its own, by an allocator that notes every request, granted or not."""
+"""Requested memory: a file, an op or a cache requests no more than its input justifies. Counted in a separate process
+by an allocator that records every request, granted or not."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def run(program: str, *args: str) -> str:
 
 @pytest.mark.parametrize("turns", [60, pytest.param(2000, marks=pytest.mark.full)])
 def test_files(turns: int) -> None:
-    """Loading a sealed file, and what is asked of the cache before it gets new tokens: 4 times its length and 1 MB."""
+    """Loading a sealed file, and using the cache before it gets new tokens: at most 4 times its size plus 1 MB."""
     taken = int(run("asked_files.py", str(turns)).split()[0])
-    assert turns // 20 <= taken <= turns * 2 // 3  # both ways are tried
+    assert turns // 20 <= taken <= turns * 2 // 3  # both outcomes occur
 
 
 def test_calls() -> None:
-    """Ops, layers, caches: what they are given and give back, some workspace, and nothing that grows with what is
-    stored where it need not."""
+    """Ops, layers, caches: inputs and outputs, some workspace, and nothing proportional to the stored tokens unless
+    needed."""
     assert "MORE" not in run("asked_calls.py")

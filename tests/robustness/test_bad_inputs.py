@@ -1,5 +1,4 @@
-"""Every mistake is a ValueError, TypeError or MemoryError that says expected, got and a hint, and changes
-nothing."""
+"""Every mistake is a ValueError, TypeError or MemoryError with expected, got and a hint, and changes nothing."""
 
 import copy
 
@@ -54,7 +53,7 @@ BAD_PAIRS = {
 
 
 def state(kv):
-    """All that must not change; spare room in the tables and the pool may."""
+    """Everything that must not change; spare capacity of the tables and the pool may."""
     parts, used = kv.page_store.parts(), kv.page_store.pool.stats()["used"]
     return kv.seen, kv.page_store.kept_tokens, kv.batch, parts["sealed"], parts["open"], parts["sinks"], used
 
@@ -76,8 +75,8 @@ def check_text(caught):
 @pytest.mark.parametrize("options", [{"key": "int8"}, {"key": "int4", "value": "kivi2"}, {"key": "raw"},
                                      {"key": "fp8_e4m3", "residual_length": 0}], ids=str)  # fmt: skip
 def test_nan_far_behind_what_was_written_already(options):
-    """Own tokens are looked at a page at a time: of a long call most pages are written when the last one is refused.
-    What is stored then, and after the next call, is what a layer stores that never met it."""
+    """Own tokens are checked one page at a time, so most pages of a long call are written when the last one is
+    rejected. The contents then, and after the next call, equal those of a layer without that call."""
     torch.manual_seed(0)
     x = torch.randn(2, 1, 2, 740, 32)
     kv, twin = PagedKV(2, 32, page_size=16, **options), PagedKV(2, 32, page_size=16, **options)
@@ -278,7 +277,7 @@ def test_bad_cache_options(options):
 
 def test_bad_head_dim_shows_at_construction():
     config = models.CONFIGS["llama"]()
-    config.head_dim = 587  # too wide, and nothing divides it
+    config.head_dim = 587  # too wide, and a prime
     with pytest.raises(ValueError) as caught:
         KVCache(config, "int4")
     check_text(caught)
@@ -292,14 +291,14 @@ def run(m, cache, T, seed):
 @pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
 def test_nan_in_the_middle_of_a_forward_pass(name, implementation):
-    """NaN in V of the last layer: the layers before it have the tokens already, and must forget them."""
+    """NaN in V of the last layer: the layers before it have already stored the tokens, and must remove them."""
     m = copy.deepcopy(model(name))
     enable(m, verbose=False) if implementation == "kvcompress" else m.set_attn_implementation(implementation)
     cache, twin = (KVCache(m.config, "raw", page_size=16) for _ in range(2))
     for c in (cache, twin):
         run(m, c, 40, 0)
     if name == "mistral":
-        return  # nothing of ours to fail: transformers' own sliding layers take NaN
+        return  # no layer of ours: transformers' sliding layers accept NaN
     projection = m.model.layers[-1].self_attn.v_proj
     hook = projection.register_forward_hook(lambda module, args, out: out * NAN)
     for T in (1, 30):

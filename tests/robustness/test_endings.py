@@ -1,4 +1,4 @@
-"""A pass that a model's own hook ends, and an interpreter that ends while caches live."""
+"""Passes aborted by a model's hook, and interpreter shutdown while caches exist."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TESTS = Path(__file__).parents[1]
 
 
 class Stop(Exception):
-    """What the hook raises."""
+    """Raised by the hook."""
 
 
 @pytest.mark.parametrize("policy", [None, H2O(32, slack=8)], ids=["plain", "h2o"])
 def test_hooks_that_raise_inside_of_generate(policy: Any) -> None:
-    """At the n-th call of any module, for many n: the cache goes on as if the call had not been, or says that a pass
-    broke off; after reset() it is as new."""
+    """At the n-th module call, for many n: the cache continues as if the call had not happened, or reports an
+    interrupted pass; after reset() it works."""
     m = copy.deepcopy(model("llama"))
     enable(m, verbose=False)
     countdown = [0]
@@ -65,7 +65,7 @@ def test_hooks_that_raise_inside_of_generate(policy: Any) -> None:
 @pytest.mark.parametrize("begun", [0, 20])
 @torch.no_grad()
 def test_what_a_hook_broke_off_goes_no_further(begun: int, tmp_path: Path) -> None:
-    """Not through a file, not as a DynamicCache, and not into a PrefixCache, which serves others as before."""
+    """An interrupted pass cannot reach a file, a DynamicCache or a PrefixCache, which continues to serve others."""
     m = copy.deepcopy(model("llama"))
     enable(m, verbose=False)
     tokens, prefix = ids(1, begun + 40, 3), PrefixCache(m.config, "int8", page_size=16)
@@ -119,8 +119,8 @@ if sys.argv[1] == "error":
 
 @pytest.mark.parametrize(("how", "code"), [("plain", 0), ("error", 7)])
 def test_an_interpreter_that_ends_while_caches_live(how: str, code: int, tmp_path: Path) -> None:
-    """With a prefix, tiers in files, a suspended cache, a circle: it just ends, and no file is left. (With a daemon
-    thread in a model torch aborts, ours or not.)"""
+    """With a prefix, tiers in files, a suspended cache, a reference cycle: the process exits cleanly, and no file
+    remains. (With a daemon thread in a model, torch aborts, with our cache or not.)"""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, "-c", SHUTDOWN, how, tmp_path], cwd=TESTS, env=env, capture_output=True, text=True,

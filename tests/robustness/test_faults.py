@@ -1,5 +1,5 @@
-"""Every allocation of every op and every mutator fails once: the right error, nothing lost, and the run goes on as one
-without the fault. Other faults: test_faults_world.py."""
+"""Every allocation of every op and every operation on caches fails once: the right error, nothing is lost, and
+afterwards the result is that of a run without the fault. Other faults: test_faults_world.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_ops import CALLS
 
 from kvcompress import _C, Batch, KVCache, KVzip, PagedKV, PrefixCache, Tiers, enable, ops, policies
 
-# Ops that allocate nothing of ours.
+# Ops without allocations of ours.
 FREE = ("quantize", "dequantize", "quantize_by", "dequantize_by", "pack_codes", "map_heads")
 
 
@@ -42,7 +42,7 @@ def test_ops(name: str) -> None:
     def act(call: list) -> None:
         call[1] = getattr(torch.ops.kvcompress, name)(*call[0])
 
-    # What an op writes in place counts as its result; before it succeeds nothing of it may be there.
+    # Outputs written in place must not change before the op succeeds.
     n = every_failing_allocation(
         make, act, lambda call: [x for x in call[0] if isinstance(x, torch.Tensor)], lambda call: call,
         lambda a, b: equal(a, b),
@@ -82,7 +82,7 @@ def layer(policy: str, key: str, **options: Any) -> PagedKV:
 def state(kv: PagedKV) -> Any:
     kv.page_store.pool.check()
     parts = kv.page_store.parts()
-    del parts["tables"]  # spare room may stay
+    del parts["tables"]  # spare capacity may stay
     return kv.seen, kv.page_store.kept_tokens, kv.batch, parts, kv.page_store.pool.stats()["used"], kv.dense()
 
 
@@ -93,7 +93,7 @@ def go_on(kv: PagedKV) -> Any:
 
 
 class Held(list):
-    """A layer, and what else its act needs or gives."""
+    """A layer, and other inputs or results of its operation."""
 
 
 ACTS = {
@@ -128,12 +128,12 @@ def test_layers(name: str, act: str) -> None:
         pytest.skip("a window refuses it")
     first = layer(policy, key, **options)
 
-    def make() -> Held:  # shares its pages: what it writes it must copy first
+    def make() -> Held:  # shares its pages, which must be copied before they are written
         return Held([first.clone()])
 
     n = every_failing_allocation(
         make, ACTS[act], lambda x: state(x[0]), lambda x: [go_on(kv) for kv in x], equal,
-        quiet=0 if policy == "none" else 45,  # an eviction may come later, but before what follows
+        quiet=0 if policy == "none" else 45,  # an eviction may be deferred, but comes before the next step
     )  # fmt: skip
     reads = ("dense", "crop") if first.page_store.table.slots.size or act == "dense" else ("dense",)
     assert n >= 1 or act in reads or act in ("crop", "a beam's step")
@@ -208,7 +208,7 @@ def test_caches(name: str, act: str) -> None:
     def make() -> Held:
         return Held([copy.deepcopy(first)])
 
-    def look(x: Held) -> Any:  # "suspend and resume" may stop between the two: then it is suspended, whole
+    def look(x: Held) -> Any:  # "suspend and resume" may stop in between: the cache is then completely suspended
         return cache_state(x[0])[0] if act == "suspend and resume" else cache_state(x[0])
 
     quiet = 60 if name == "h2o" and "forward" in act else 0
@@ -225,7 +225,7 @@ def test_files_and_tiers(tmp_path: Any) -> None:
     def load(x: Held) -> None:
         x[1:] = [KVCache.load(path, llama().config)]
 
-    def tiers(x: Held) -> None:  # what finds no room stays: with a warning
+    def tiers(x: Held) -> None:  # pages without space in the tier stay, with a warning
         x[0].use_tiers(Tiers(file_bytes=None, folder=tmp_path), resident=0, unit=1)
 
     def back(x: Held) -> None:
@@ -245,7 +245,7 @@ def test_files_and_tiers(tmp_path: Any) -> None:
 
 
 def test_batches() -> None:
-    """A pass over sequences of their own: all have it, or none."""
+    """A pass over separate sequences: all of them store their tokens, or none."""
     first = [KVCache(llama().config, "int8", page_size=16) for _ in range(1)]
     first += [KVCache(llama().config, "int8", page_size=16, pool=first[0].pool) for _ in range(2)]
     for i, cache in enumerate(first):
@@ -267,7 +267,7 @@ def test_batches() -> None:
 
 
 def test_kvzip() -> None:
-    """Tokens go in all layers, or in none."""
+    """Tokens are evicted in all layers, or in none."""
     first, prompt = KVCache(llama().config, "int4", page_size=16), ids(1, 90, 5)
     with torch.no_grad():
         llama()(prompt, past_key_values=first)
@@ -328,7 +328,7 @@ def go_on_of(kv: PagedKV) -> Any:
 
 
 def test_nothing_leaks() -> None:
-    """What failed calls took they have given back."""
+    """Failed calls have freed all their memory."""
     first = layer("h2o", "int8")
 
     def round_trip() -> int:
@@ -349,7 +349,7 @@ def test_nothing_leaks() -> None:
     assert round_trip() <= round_trip()
 
 
-if __name__ == "__main__":  # counts
+if __name__ == "__main__":  # for `make soak`
     import sys
     from pathlib import Path
 

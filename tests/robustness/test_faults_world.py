@@ -1,4 +1,4 @@
-"""Faults from outside: disks, Ctrl-C, a full pool, fork, threads, an interpreter that is none of ours."""
+"""External faults: disks, Ctrl-C, a full pool, fork, threads, subinterpreters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from test_faults import cache_goes_on, cache_state, equal, feed, filled, llama
 from kvcompress import _C, KVCache, PagedKV, Tiers
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}  # programs import what tests share
+# so that programs can import the tests' helpers
+PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
 
 
 def python(code: str, *args: str, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess:
@@ -64,14 +65,15 @@ assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)], os.listdir
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """A limit on the size of files, at a dozen places: the old file and the cache stay, nothing half lies around."""
+    """A limit on file sizes, at a dozen points: the old file and the cache are unchanged, and no partial file
+    remains."""
     done = python(FULL_DISK, str(tmp_path / "a.kvc"))
     assert done.returncode == 0, done.stderr[-2000:]
     INJECTED["full disks"] += len(done.stdout.split())
 
 
 def test_a_tier_on_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What cannot be written stays in the pool, with one warning; the same tokens come out."""
+    """Pages that cannot be written stay in the pool, with one warning; the generated tokens are the same."""
     cache, twin = filled("plain"), filled("plain")
     write = os.write
 
@@ -91,8 +93,8 @@ def test_a_tier_on_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_a_tier_whose_files_go() -> None:
-    """A file that is gone, cut short or changed: the call raises and the cache is as it was; with the file back it goes
-    on."""
+    """A file that is missing, truncated or changed: the call raises and the cache is unchanged; with the file restored
+    it continues."""
     want = cache_goes_on(filled("plain"))[0]
     for spoil in (
         lambda path, data: path.unlink(),
@@ -158,7 +160,7 @@ assert equal(cache_goes_on(cache), want) and equal(cache_goes_on(again), want)
 
 
 def test_a_read_only_file_system(tmp_path: Path) -> None:
-    """Nothing can be written: OSError, the cache goes on, and what lies there is read all the same."""
+    """Writing raises OSError, the cache continues, and existing files can still be read."""
     inside = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs none "$1" && exec "$2" -c "$3" "$1"', "sh", str(tmp_path)]
     tried = [*inside[:4], 'mount -t tmpfs none "$1" && mount -o remount,ro "$1"', "sh", str(tmp_path)]
     if shutil.which("unshare") is None or subprocess.run(tried, capture_output=True).returncode:
@@ -233,8 +235,8 @@ print(hit, broken)
 
 @pytest.mark.full
 def test_ctrl_c_while_it_generates() -> None:
-    """At any time: the pool is whole, what it was copied from is untouched; then the cache goes on, or says that a pass
-    was broken off; after reset() it is as good as new. (test_interrupts.py: at every place of a step.)"""
+    """At random times: the pool is consistent, the source of the copy is unchanged; the cache continues, or reports an
+    interrupted pass; after reset() it works. (test_interrupts.py: at every point of a step.)"""
     done = python(INTERRUPT, "400", timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     hit, _ = map(int, done.stdout.split())
@@ -246,7 +248,7 @@ def test_ctrl_c_while_it_generates() -> None:
 
 
 def test_the_pool_fills_up_in_the_middle_of_a_batch() -> None:
-    """Two caches on one pool: the call of one fails at some page; when the other lets go it goes on."""
+    """Two caches on one pool: one call fails at some page; after the other cache is freed, it continues."""
     config, rows = llama().config, 3
     for room in range(0, 600_000, 60_000):
         pool = _C.Pool(3 << 20)
@@ -309,14 +311,15 @@ print("both")
 
 
 def test_fork_after_use() -> None:
-    """Parent and child go on with what the cache held, pages of a tier too (whose thread the child has not)."""
+    """Parent and child continue with the cache's contents, including a tier (whose thread does not exist in the
+    child)."""
     done = python(FORK, timeout=100)
     assert done.returncode == 0 and done.stdout == "both\n", done.stderr[-2000:]
     INJECTED["forks"] += 1
 
 
 def test_threads_on_caches_of_one_pool() -> None:
-    """Each thread its own cache, all of one pool: what each gives is what it gives alone."""
+    """Threads with separate caches on one pool: results are those without threads."""
     pool = _C.Pool()
     want: dict[int, Any] = {}
     got: dict[int, Any] = {}
@@ -370,7 +373,8 @@ print(said or "both")
 
 
 def test_two_interpreters() -> None:
-    """A second interpreter of the process gets an ImportError (NumPy's, which has one a process); the first goes on."""
+    """A subinterpreter gets an ImportError (from NumPy, which supports one interpreter per process); the main one
+    continues."""
     done = python(INTERPRETERS, str(ROOT))
     assert done.returncode == 0, done.stderr[-2000:]
     assert "ImportError" in done.stdout or done.stdout == "both\n", done.stdout

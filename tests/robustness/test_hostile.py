@@ -1,4 +1,4 @@
-"""Arguments that no caller should give: memory that is shared, indices that are impossible together."""
+"""Arguments that no valid caller passes: overlapping memory, inconsistent indices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_ops import CALLS
 from kvcompress import _C, formats, ops
 
 KIVI4 = formats.CODES["kivi4"]
-RANDOM = 150  # calls of each kind in every run; `make fuzz` goes on
+RANDOM = 150  # calls of each kind per run; `make fuzz` runs more
 
 
 def many_to_one(n: int, page: int) -> list[list[int]]:
@@ -43,11 +43,11 @@ def test_moves_that_are_impossible_together():
     ops.compact(arena, torch.tensor(fine), 1, 1, 64, 64, 16, 0)
     before = arena.clone()
     for change, text in (
-        ([*fine, [1, plain[2], 1, plain[3], 2, 16]], "one move to a token"),  # twice to one place
+        ([*fine, [1, plain[2], 1, plain[3], 2, 16]], "one move to a token"),  # two moves to one place
         ([*fine, [2, anew[0], 1, anew[1], 9, 16]], "share no bytes"),  # two lines to one page
         ([*fine, [2, plain[2], 1, plain[3], 9, 16]], "share no bytes"),
         ([*fine, [2, plain[2], 1, plain[3] + (1 << 16), 9, 16]], "share no bytes"),  # to half of it
-        ([fine[0], fine[2], [0, anew[0], 4, anew[1], 6, 16]], "share no bytes"),  # a page anew in two runs
+        ([fine[0], fine[2], [0, anew[0], 4, anew[1], 6, 16]], "share no bytes"),  # a re-encoded page in two runs
         ([*fine, [2, anew[1], 1, anew[4], 9, 16]], "nothing else writes"),  # read while it is written
         ([*fine, [2, plain[3], 0, plain[5], 1, 16]], "nothing else writes"),
     ):
@@ -57,8 +57,8 @@ def test_moves_that_are_impossible_together():
 
 
 def test_lengths_change_during_attend_varlen():
-    """They are read once: what was checked is what is followed. A sequence of two passes, one token shorter while the
-    first of them attends to 32K tokens; the answer is that of one of the two lengths, not half of each."""
+    """Lengths are read once, so checked and used values are the same. A sequence of two passes becomes one token
+    shorter while the first pass attends to 32K tokens; the result is that of one of the two lengths."""
     H, D, P, blocks, new = 8, 64, 64, 512, 69
     shape, code = formats.page_geometry("int4", 1, D, dtype=torch.float32), formats.CODES["int4"]
     none, end = torch.empty(0, dtype=torch.int32), (blocks - 1) * P + 10
@@ -92,14 +92,14 @@ def test_slots_change_during_store_tokens():
     whole, arena = arena_in_guards(torch.zeros(size, dtype=torch.uint8), 0)
     k, slots, int8 = torch.randn(64, 1, 32), torch.arange(64), formats.CODES["int8"]
     none = torch.empty(0, dtype=torch.int32)
-    with Changing([(slots.numpy(), slots.numpy() + 64)]):  # behind the only block
+    with Changing([(slots.numpy(), slots.numpy() + 64)]):  # after the only block
         for _ in range(300):
             attempt("store_tokens", [k, k, arena[None], slots, none, int8 << 8 | int8, 64, 64])
     assert all(bool((x == 0x5A).all()) for x in (whole[:GUARD], whole[-GUARD:]))
 
 
 def test_slots_change_in_the_middle_of_store_tokens():
-    """Each head goes through them: all heads by the same ones."""
+    """All heads use the same slots."""
     H, N, D, int8 = 64, 2048, 128, formats.CODES["int8"]
     block, none = H * formats.page_bytes(int8, int8, D), torch.empty(0, dtype=torch.int32)
     k, right, wrong = torch.randn(N, 1, D).expand(N, H, D), torch.arange(N), torch.arange(N).flip(0)
@@ -130,7 +130,7 @@ def test_no_tokens_are_stored():
 
 
 def test_blocks_and_residual_pages_alternate_in_one_allocation():
-    """As an engine lays out groups of layers: their spans overlap, their bytes do not."""
+    """As an engine allocates groups of layers: their address ranges overlap, their bytes do not."""
     shape, int4 = formats.page_geometry("int4", 1, 32, dtype=torch.float32), formats.CODES["int4"]
     both = torch.zeros(4, shape.page_bytes + shape.residual_bytes, dtype=torch.uint8)
     none, q, one = torch.empty(0, dtype=torch.int32), torch.randn(5, 1, 32), torch.tensor([[1]], dtype=torch.int32)
@@ -147,7 +147,7 @@ def test_blocks_and_residual_pages_alternate_in_one_allocation():
     assert torch.equal(*outs) and bool(outs[0].any())
 
 
-BLOCKS = {"attend_varlen": (3, 5), "store_tokens": (2, 4)}  # of one pool, where an engine keeps both in it
+BLOCKS = {"attend_varlen": (3, 5), "store_tokens": (2, 4)}  # in one pool, if an engine keeps both there
 WRITERS = [name for name in CALLS if written(name)]
 
 
@@ -159,7 +159,7 @@ def test_every_op_says_what_it_writes():
 @pytest.mark.parametrize("where", ["behind", "over"])
 @pytest.mark.parametrize("name", WRITERS)
 def test_no_input_lies_in_the_arena(name, where):
-    """Each tensor in turn is a view of each that the op writes: in bytes behind it, or over its first ones."""
+    """Each tensor in turn is a view of each that the op writes: of bytes after it, or overlapping its first ones."""
     for i, w in itertools.product(range(len(CALLS[name]())), written(name)):
         args = list(CALLS[name]())
         x, target = args[i], args[w]
@@ -168,7 +168,7 @@ def test_no_input_lies_in_the_arena(name, where):
         if {i, w} <= {*BLOCKS.get(name, ())}:
             continue
         if where == "behind" and target.dim() > 1:
-            continue  # only an arena may be longer than what its pages use
+            continue  # only an arena may be longer than its pages
         size = (target.numel() * target.element_size() + 63) // 64 * 64
         block = torch.zeros(size + x.numel() * x.element_size(), dtype=torch.uint8)
         args[w] = moved(target, block, 0)
@@ -215,4 +215,4 @@ def test_arrays_of_a_table_are_no_arguments_of_it():
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_calls(kind):
     taken = sum(one(kind, seed) for seed in range(RANDOM))
-    assert RANDOM // 20 < taken < RANDOM  # some are right, some are not: both ways are tried
+    assert RANDOM // 20 < taken < RANDOM  # some are valid and some are not

@@ -1,4 +1,4 @@
-"""Ctrl-C at every place where Python looks for it: what follows is right, or is refused."""
+"""Ctrl-C at every point where Python checks for it: afterwards results are right, or calls are rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 import kvcompress
 from kvcompress import Batch, KVCache
 
-# Whole paths: a clone may lie in a folder of that name, and torch must not be torn.
+# Full paths: a clone may be in a folder of that name, and torch must not be interrupted.
 FILES = (os.path.join(os.path.dirname(kvcompress.__file__), ""), cache_utils.__file__, modeling_llama.__file__)
 
 
@@ -29,7 +29,7 @@ def one(cache: KVCache) -> torch.Tensor:
 
 
 def together(caches: list[KVCache]) -> torch.Tensor:
-    """A pass over sequences of their own: a token, a token, and what fills a page."""
+    """A pass over separate sequences: a token, a token, and enough tokens to fill a page."""
     batch = Batch(caches, [1, 1, 30])
     with torch.no_grad():
         return llama()(ids(1, 32, 7), position_ids=batch.positions, past_key_values=batch).logits
@@ -40,12 +40,12 @@ def sequences() -> list[KVCache]:
     caches += [KVCache(llama().config, "int8", page_size=16, pool=caches[0].pool) for _ in range(2)]
     for i, cache in enumerate(caches):
         with torch.no_grad():
-            llama()(ids(1, 20 + 15 * i, i), past_key_values=cache)  # the second one's token seals a page
+            llama()(ids(1, 20 + 15 * i, i), past_key_values=cache)  # the token of the second one seals a page
     return caches
 
 
 def from_others() -> KVCache:
-    """A cache that no pass has gone through."""
+    """A cache that has had no forward pass."""
     return KVCache.from_cache(filled("plain").to_dynamic_cache(), llama().config, "int8", page_size=16)
 
 
@@ -65,8 +65,8 @@ FULL = ("a token, h2o", "a chunk", "batch")
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full) if x in FULL else x for x in ACTS])
 def test_at_every_place(name: str) -> None:
-    """The cache is as before the call or as after it, or refuses what follows; what it was copied from is untouched,
-    and all memory comes back."""
+    """The cache is as before or after the call, or rejects further calls; the source of the copy is unchanged, and all
+    memory is freed."""
     make, act = ACTS[name]
     base = make()
     pool, before = base[0].pool, [cache_state(x) for x in base]
@@ -96,7 +96,7 @@ def test_at_every_place(name: str) -> None:
             seen = cache.get_seq_length()
             try:
                 logits = one(cache)
-            except ValueError as error:  # it says so, and how to go on
+            except ValueError as error:  # the error says so, and how to continue
                 assert "broke off" in str(error) and len(lengths) > 1, (at, error)
                 cache.reset()
                 logits = one(cache)

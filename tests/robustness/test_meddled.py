@@ -1,4 +1,4 @@
-"""Files change between any two system calls of ours."""
+"""Files change between any two of our system calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "meddle.py"
 
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="is preloaded itself")
 def test_files_that_change_between_any_two_calls() -> None:
-    """Unlinked, emptied, overwritten, linked elsewhere, before each call in turn: done right, or refused."""
+    """Deleted, truncated, overwritten or replaced by links before each call in turn: it succeeds, or is rejected."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
     done = subprocess.run([sys.executable, PROGRAM], env=env, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Pickling and copying of every public class: it works, or one line says what to do instead."""
+"""Pickling and copying of every public class: it works, or a one-line error says what to do instead."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def layer() -> PagedKV:
 
 WRAPPERS = {"AdaKV": (), "Chain": (), "CriticalKV": (), "Demote": (("raw", "int4"),), "Protect": ([(0, 8)],),
             "PyramidBudget": (), "Watch": ()}  # fmt: skip
-PROCESS_BOUND: dict[str, tuple[Callable[[], Any], str, bool]] = {  # how it is made, what to do instead, is it copied?
+# how it is created, what to do instead, whether it can be copied
+PROCESS_BOUND: dict[str, tuple[Callable[[], Any], str, bool]] = {
     "KVCache": (filled, r"save\(path\)", True),
     "H2OCache": (lambda: filled(kvcompress.H2OCache, budget=40), r"save\(path\)", True),
     "StreamingLLMCache": (lambda: filled(kvcompress.StreamingLLMCache), r"save\(path\)", True),
@@ -85,7 +86,7 @@ def test_tensors_travel(how: str) -> None:
 
 
 def test_a_prefix_travels_in_files(tmp_path) -> None:
-    """What PrefixCache's error says to do."""
+    """As the error of PrefixCache suggests."""
     here, there, prompt = (*(kvcompress.PrefixCache(config(), page_size=16) for _ in range(2)), ids(1, 80))
     cache = here.open(prompt)
     with torch.no_grad():

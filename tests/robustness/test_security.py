@@ -1,4 +1,4 @@
-"""What SECURITY.md promises of the sources: nothing that runs what it reads."""
+"""Promises of SECURITY.md about the sources: they execute nothing that they read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The world changes meanwhile: files that other threads and processes write, replace by links, cut short; defaults of
-torch that are not the usual ones."""
+"""A changing environment: files that other threads and processes write, replace by links, truncate; unusual defaults
+of torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def filled(T: int = 70, **options: Any) -> KVCache:
 
 
 def test_saves_of_two_threads_to_one_path(tmp_path):
-    """Each succeeds, no reader ever meets half a file, nothing stays behind."""
+    """Each save succeeds, no reader sees a partial file, and no temporary file remains."""
     path, caches, errors = tmp_path / "one.kvc", [filled(70), filled(200)], []
 
     def work(cache: KVCache) -> None:
@@ -56,13 +56,13 @@ def test_saves_of_two_threads_to_one_path(tmp_path):
 
 @pytest.mark.parametrize("what", ["cache", "tensor", "tier"])
 def test_a_planted_link_is_not_followed(tmp_path, monkeypatch, what):
-    """Whoever foresaw the name of our file, and put a link there, has none of his files written."""
-    monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)  # as if it could be foreseen
+    """An attacker who guesses our file name and creates a link there cannot redirect the write."""
+    monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)  # make the name predictable
     victim, name = tmp_path / "victim", "0" * 16
     victim.write_bytes(b"precious")
     planted = {"cache": f"x.{name}.part", "tensor": f"x.{name}.part", "tier": f"{name}-0.pages"}[what]
     (tmp_path / planted).symlink_to(victim)
-    if what == "tier":  # pages stay where they are
+    if what == "tier":  # pages stay in the pool
         with pytest.warns(UserWarning, match="File exists"):
             filled(600).use_tiers(Tiers(host_bytes=0, file_bytes=None, folder=tmp_path), resident=16, unit=1)
     else:
@@ -73,7 +73,7 @@ def test_a_planted_link_is_not_followed(tmp_path, monkeypatch, what):
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """And its name before `save` returns: after a crash of the machine there is the old file or the new one, whole."""
+    """And before `save` returns: after a crash of the machine, the old or the new file exists, complete."""
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -88,7 +88,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 def test_what_is_attended_in_place_has_no_name(tmp_path):
-    """A file that is mapped cannot be cut short by its name any more; it comes home from the mapping."""
+    """A mapped file cannot be truncated by name any more; pages are fetched from the mapping."""
     torch.manual_seed(1)
     cache = filled(600)
     want = [x.dense() for x in (layer.store for layer in cache.layers)]
@@ -107,7 +107,7 @@ def test_what_is_attended_in_place_has_no_name(tmp_path):
 
 
 def test_a_file_that_changes_after_its_check(tmp_path, monkeypatch):
-    """Another process writes every small part anew between the check of the seal and its use: they are copies."""
+    """Another process overwrites every small part between the check of the seal and its use: they are copies."""
     path = tmp_path / "x.kvc"
     cache = filled(200)
     cache.save(path)
@@ -139,7 +139,7 @@ assert torch.equal(loaded.dequantize(), x.dequantize())
 
 
 def test_a_tensor_does_not_hang_on_its_file(tmp_path):
-    """Cut short after it was loaded: a tensor over the mapping would end the process (SIGBUS)."""
+    """Truncated after it was loaded: a tensor over the mapping would end the process (SIGBUS)."""
     done = subprocess.run(
         [sys.executable, "-c", CUT_SHORT, tmp_path / "x"], capture_output=True, text=True, check=False
     )
@@ -160,7 +160,7 @@ def test_pages_that_change_while_they_are_read_are_damaged_or_those_that_were_sa
 
 @pytest.mark.parametrize("rows", [1 << 24, 1 << 20])
 def test_rows_that_bring_no_bytes(tmp_path, rows):
-    """A file with a right seal that says it holds so many sequences, in a few bytes."""
+    """A file with a valid seal that claims many sequences in a few bytes."""
     import tracemalloc
 
     path = tmp_path / "x.kvc"
@@ -194,7 +194,7 @@ def test_copies_are_independent():
 
 @pytest.mark.parametrize("positions", ["cache", "original"])
 def test_a_stream_longer_than_the_model_was_trained_for(tmp_path, positions):
-    """It loads as any other file where the policy is made for that; where it is not, `max_slots=` says that it may."""
+    """It loads like any other file if the policy supports it; otherwise `max_slots=` allows it."""
     path, config = tmp_path / "x.kvc", copy.deepcopy(CONFIG)
     config.max_position_embeddings = 128
     cache = KVCache(config, page_size=16, policy=kvcompress.StreamingLLM(4, 40, positions=positions))
@@ -237,7 +237,7 @@ def odd_defaults():
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_defaults_of_torch_are_not_ours(odd_defaults, name):
-    """Default device meta, default dtype float64: tensors are made where, and of what, the layer's are."""
+    """Default device meta, default dtype float64: tensors are created with the layer's device and dtype."""
     generator = torch.Generator("cpu").manual_seed(3)
     draw = lambda n, T: torch.randn(n, 1, 2, T, 32, generator=generator, device="cpu", dtype=torch.float32)  # noqa: E731
     store = PagedKV(2, 32, page_size=16, dtype=torch.float32, **OPTIONS[name])

@@ -1,4 +1,4 @@
-"""Batch: sequences with caches of their own in one pass, against each alone."""
+"""Batch: sequences with separate caches in one forward pass, compared with each sequence alone."""
 
 import copy
 import gc
@@ -46,7 +46,7 @@ def run(m, caches, tokens, passes):
     ],
 )
 def test_each_sequence_as_alone(key, policy, bound):
-    """Rounding differs (a product of N rows at once), so codes may, by a level."""
+    """Rounding differs (a matrix product over N rows), so codes may differ by a level."""
     m, pool = ours(), _C.Pool()
     tokens = [ids(1, n + 120, seed=n) for n in LENGTHS]
     caches = [KVCache(m.config, key, policy=policy, page_size=16, pool=pool) for _ in LENGTHS]
@@ -70,7 +70,7 @@ def test_each_sequence_as_alone(key, policy, bound):
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss_full"])
 def test_families(name):
-    """Norms of q and k; attention sinks of the model (s_aux)."""
+    """Norms of q and k; the model's attention sinks (s_aux)."""
     if name == "gpt_oss_full":
         import transformers as hf
         from models import SIZE
@@ -92,7 +92,7 @@ def test_families(name):
 
 
 def test_joining_leaving_forking_suspending():
-    """Sequences come, go, share pages, wait on the host: those that stay do not notice."""
+    """Sequences join, leave, share pages, and are suspended: the others are unaffected."""
     m, pool = ours(), _C.Pool()
     tokens = [ids(1, 200, seed=n) for n in range(3)]
     a, b = (KVCache(m.config, "int8", page_size=16, pool=pool) for _ in range(2))
@@ -111,7 +111,7 @@ def test_joining_leaving_forking_suspending():
 
 
 def test_a_pool_that_ends_changes_nothing():
-    """MemoryError in the middle of a pass: every sequence is as before, to the bit, and goes on when there is room."""
+    """MemoryError in the middle of a pass: every sequence is unchanged, and continues when memory is available."""
     m, pool = ours(), _C.Pool(2 << 20)
     caches = [KVCache(m.config, "int8", page_size=16, pool=pool) for _ in range(20)]
     tokens = [ids(1, 1000, seed=n) for n in range(20)]
@@ -156,7 +156,7 @@ def test_bad_inputs():
     ):
         with pytest.raises(ValueError, match=text):
             Batch(caches, counts)
-        if a in caches:  # the others of a batch go on without the one that was wrong
+        if a in caches:  # the others of the batch continue without the rejected one
             assert Batch([a, b]).last.tolist() == [0, 1]
     for given, text in (
         ((["a"],), "KVCaches, got str"),
@@ -177,7 +177,7 @@ def test_bad_inputs():
 
 
 def test_a_sequence_that_cannot_be_admitted_concerns_itself_alone():
-    """A prompt without room, a cache of another pool: the batch names it, the others go on as if it had not come."""
+    """A prompt that does not fit, or a cache of another pool: the error names it, and the others continue."""
     m, tokens = ours(), [ids(1, 60, seed=n) for n in range(2)]
     prompt, outs = ids(1, 1020, seed=9), []
     for visited in (False, True):

@@ -1,6 +1,6 @@
-"""Requests that share an arena, as a server would run them on `Batch` and `PrefixCache`: prompts in chunks beside
-decode steps, prefixes of earlier turns, sequences that wait in host memory while there is no room, requests that are
-cancelled. Nobody's answer changes, and nothing is left behind."""
+"""Requests that share an arena, as a server runs them on `Batch` and `PrefixCache`: prompts in chunks next to decode
+steps, prefixes of earlier turns, sequences suspended to host memory when the pool is full, cancelled requests. No
+answer changes, and nothing leaks."""
 
 import random
 import time
@@ -19,7 +19,7 @@ CHUNK = 256
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Products this small on threads that wait for each other take ten times as long beside other work."""
+    """Small matrix products on several threads take ten times as long if other processes run."""
     torch.set_num_threads(1)
 
 
@@ -32,7 +32,7 @@ def model():
 
 @dataclass(eq=False)
 class Request:
-    """calls: tokens that each pass took, those that a prefix had first."""
+    """calls: number of tokens of each pass; those from a prefix come first."""
 
     prompt: list[int]
     most: int
@@ -52,8 +52,8 @@ class Request:
 
 
 class Requests:
-    """Greedy decoding, oldest first. Who finds no memory makes room: prefixes go, then the youngest is suspended until
-    somebody has left."""
+    """Greedy decoding, oldest request first. If the pool is full, prefixes are evicted, then the youngest request is
+    suspended until another one leaves."""
 
     def __init__(self, model, arena, key, **options):
         self.model, self.arena, self.pool = model, arena, _C.Pool(arena)
@@ -74,7 +74,7 @@ class Requests:
         return self.pool.stats()["used"]
 
     def admit(self):
-        """Who was suspended first; one that does not fit yet holds up those behind it."""
+        """The sequence suspended first; one that does not fit yet blocks those after it."""
         while self.waiting and not (self.full and self.running):
             request = self.waiting[0]
             if request.suspended:
@@ -254,7 +254,7 @@ def test_cancelled_requests_give_their_pages_back(model, when):
 @pytest.mark.soak
 @pytest.mark.parametrize(("key", "arena", "bound"), [("raw", 16, 1e-3), ("int8", 8, 1.0)])
 def test_five_minutes(model, key, arena, bound):
-    """Chats in turn, a tenth of them cancelled: resident memory flat, answers right."""
+    """Conversations in turn, a tenth of them cancelled: resident memory stays flat, and answers are right."""
 
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20

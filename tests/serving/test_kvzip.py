@@ -1,4 +1,4 @@
-"""KVzip against one dense pass a chunk in float64; what it leaves is a cache like any other."""
+"""KVzip compared with one dense pass per chunk in float64; the result is an ordinary cache."""
 
 import copy
 import math
@@ -16,7 +16,8 @@ PROMPT, CHUNK, SINKS = [5, 7, 11], 40, 4
 
 
 def reference(m, tokens):
-    """Scores [B, H, n] by layer: the text, what asks, and a chunk of the text again, in one call without a cache."""
+    """Scores [B, H, n] by layer: the text, the instruction, and a chunk of the text again, in one call without a
+    cache."""
     n, found = tokens.shape[1], {}
 
     def attention(module, query, key, value, mask, scaling=None, **options):
@@ -82,7 +83,7 @@ def test_a_model_in_training():
 
 
 def test_the_prefix_serves_as_any_cache():
-    """Copies answer different questions, in batches with padding; everything kept is nothing changed."""
+    """Copies answer different questions, in batches with padding; keeping everything changes nothing."""
     m = select(copy.deepcopy(model("llama")), "kvcompress")
     tokens = ids(1, 90)
     for budget in (0.4, 1.0):
@@ -105,7 +106,7 @@ def test_the_prefix_serves_as_any_cache():
 
 @pytest.mark.parametrize("fmt", ["int4", "int8"])
 def test_a_compressed_prefix_is_a_file_for_later(fmt, tmp_path):
-    """Saved once, loaded by whoever asks about the same text: the bytes, what is kept, and the answers are the same."""
+    """Saved once and loaded for other questions about the same text: bytes, kept tokens and answers are the same."""
     m = select(copy.deepcopy(model("llama")), "kvcompress")
     tokens, path, cache = ids(1, 120), tmp_path / "book.kvc", cache_of(m, fmt)
     with torch.no_grad():
@@ -153,7 +154,7 @@ def test_what_it_cannot_do_is_refused():
 
 
 def test_windows_are_refused_by_name():
-    """Where the window holds all of the prefix, the error used to come from the op, or from a mask."""
+    """If the window holds the whole prefix, the error used to come from the op, or from a mask."""
     m = select(copy.deepcopy(model("mistral")), "kvcompress")
     for n in (5, 200):
         cache = cache_of(m)

@@ -1,4 +1,4 @@
-"""Layers spread over processes (gloo on this machine) against one process."""
+"""Layers distributed over processes (gloo on this machine), compared with one process."""
 
 import os
 import subprocess

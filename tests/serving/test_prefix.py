@@ -1,4 +1,4 @@
-"""PrefixCache: what is shared is right to the byte, and nothing is shared with anybody else."""
+"""PrefixCache: shared pages are byte-identical, and nothing is shared between different salts or models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS = {"page_size": P}
 
 @torch.inference_mode()
 def feed(made, cache, tokens, *chunks):
-    """Logits of the last call; tokens [B, T] in calls of the given sizes, the rest in one."""
+    """Logits of the last call; tokens [B, T] in calls of the given sizes, the remaining ones in one call."""
     at = cache.get_seq_length()
     out = None
     for n in (*chunks, tokens.shape[1] - at - sum(chunks)):
@@ -62,7 +62,7 @@ def test_sha256_of_anything(data):
 
 @pytest.mark.parametrize("fmt", ["raw", "int8", "fp8_e4m3", "int4", "kivi2", "nvfp4"])
 def test_second_prompt_is_that_of_a_run_with_the_same_calls(llama, fmt):
-    """Bytes and logits after a hit: those of a fresh cache that was fed the prefix and the rest in two calls."""
+    """Bytes and logits after a hit equal those of a fresh cache that got the prefix and the rest in two calls."""
     prefix = PrefixCache(llama.config, fmt, **OPTIONS)
     common, first, second = ids(1, 100, 1), ids(1, 30, 2), ids(1, 40, 3)
     one, two = torch.cat([common, first], 1), torch.cat([common, second], 1)
@@ -70,7 +70,7 @@ def test_second_prompt_is_that_of_a_run_with_the_same_calls(llama, fmt):
     cache = prefix.open(one)
     assert cache.get_seq_length() == 0
     feed(llama, cache, one, known)
-    # Of 130 tokens; the newest 16 were raw in a call that long.
+    # Of 130 tokens; the newest 16 stay raw in a call of that length.
     assert prefix.commit(cache, one) == (4 + 7 * P if fmt == "raw" else known)
     hit = prefix.open(two)  # 100 common tokens
     assert hit.get_seq_length() == known
@@ -99,7 +99,7 @@ def test_pages_are_the_same_memory(llama):
     more = [prefix.open(prompt) for _ in range(5)]
     assert [x.get_seq_length() for x in more] == [kept] * 5
     assert prefix.pool.stats()["used"] == used
-    for i, x in enumerate(more):  # each writes pages of its own
+    for i, x in enumerate(more):  # each writes its own pages
         feed(llama, x, torch.cat([prompt[:, :kept], ids(1, 20 + i, 9 + i)], 1))
     assert pages(more[0], kept) == pages(cache, kept)
     del cache, more, x
@@ -134,9 +134,9 @@ def test_anything_else_is_no_hit(llama):
         wrong[0, at] += 1
         assert misses(wrong)
     wrong = prompt.clone()
-    wrong[0, 20] += 1  # the second link's first token: the first one is still known
+    wrong[0, 20] += 1  # the first token of the second link: the first link is still known
     assert prefix.open(wrong, extra=("adapter",)).get_seq_length() == 20
-    for other in ({"salt": "b"}, {"salt": b"a"}, {"model": "tuned"}):  # over the same index
+    for other in ({"salt": "b"}, {"salt": b"a"}, {"model": "tuned"}):  # in the same index
         twin = PrefixCache(llama.config, "int8", **{"salt": "a", **OPTIONS, **other}, pool=prefix.pool)
         twin._prefix, twin._shapes = prefix._prefix, prefix._shapes
         assert twin.open(prompt, extra=("adapter",)).get_seq_length() == 0
@@ -144,7 +144,7 @@ def test_anything_else_is_no_hit(llama):
 
 
 def test_what_pages_depend_on_counts_whole(llama):
-    """Images and the like: every element, whatever str() says of them."""
+    """Images and other inputs: every element counts, whatever str() prints."""
     image = torch.zeros(3, 64, 64)
     pixel = image.clone()
     pixel[1, 30, 30] = 1
@@ -183,7 +183,7 @@ def test_other_weights_of_the_same_shape_are_another_model(llama):
 
 @pytest.mark.parametrize("weak", [0, 1])
 def test_collisions_are_misses(llama, weak):
-    """With digests of no byte, or one, nearly all links collide."""
+    """With digests of 0 or 1 bytes, nearly all links collide."""
     prefix = PrefixCache(llama.config, "int8", **OPTIONS)
     prefix._prefix.weaken(weak)
     right = 0
@@ -238,7 +238,7 @@ def test_limits_and_pins(llama):
     long = ids(1, 90, 7)
     feed(llama, cache := least.open(long), long)
     assert least.commit(cache, long) > 50
-    for known, found in ((45, 0), (80, 4 + 4 * P)):  # of the prompt; what is shorter than 50 is not worth it
+    for known, found in ((45, 0), (80, 4 + 4 * P)):  # of the prompt; prefixes shorter than 50 are not used
         assert least.open(torch.cat([long[:, :known], ids(1, 20, 8)], 1)).get_seq_length() == found
 
 
@@ -262,7 +262,7 @@ def test_what_it_counts(llama):
 
 @pytest.mark.parametrize("more", [{}, {"max_length": 320}], ids=["", "max_length"])
 def test_chat_through_generate(llama, more):
-    """Each turn finds what the turns before have left, and says what a cache that never left would say."""
+    """Each turn finds the prefix of the previous turns, and gives the answer of a cache that was kept all along."""
     prefix = PrefixCache(llama.config, "raw", **OPTIONS, **more)
     kept = KVCache(llama.config, "raw", **OPTIONS, **more)
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
@@ -290,7 +290,7 @@ def test_batches_and_pads(llama):
     cache = prefix.new()
     with torch.inference_mode():
         llama(tokens, past_key_values=cache, attention_mask=mask)
-    assert prefix.commit(cache, tokens) == 68  # of 90 tokens a row, pads are none
+    assert prefix.commit(cache, tokens) == 68  # of 90 tokens per row; padding does not count
     alone = prefix.open(batch[1:2])
     assert alone.get_seq_length() == 68
     both = prefix.open(torch.cat([batch[:2], batch[1:2]]))
@@ -327,7 +327,7 @@ def test_options(llama, options):
     assert kept >= 80 - 4 and again.get_seq_length() == kept
     assert pages(again, kept) == pages(cache, kept)
     logits = feed(llama, again, prompt)
-    # What is shared is sealed, whatever `residual_length` says: there the same tokens would still be raw.
+    # Shared pages are sealed whatever `residual_length` is; otherwise the same tokens would still be raw.
     wanted = feed(llama, prefix.new(), prompt, kept)
     assert torch.allclose(logits, wanted, atol=0.2) if options.get("residual_length") else torch.equal(logits, wanted)
 

@@ -1,4 +1,4 @@
-"""A full pool and the prefixes in it: what gives way, and what other threads may then not find."""
+"""Prefixes in a full pool: what is evicted, and effects on other threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcompress import _C, KVCache, PrefixCache, Tiers
 
 
 def test_a_full_pool_forgets_prefixes_before_it_fails(llama):
-    """Least recently used first; not those that are pinned, nor those that a cache uses."""
+    """Least recently used first, but neither pinned prefixes nor those in use."""
     pool, prompts = _C.Pool(2 << 20), [ids(1, 300, seed) for seed in range(12)]
     prefix = PrefixCache(llama.config, "raw", pool=pool, **OPTIONS)
 
@@ -42,11 +42,11 @@ def test_a_full_pool_forgets_prefixes_before_it_fails(llama):
     with pytest.raises(MemoryError, match="pool is full"):
         feed(llama, KVCache(llama.config, "raw", pool=pool, **OPTIONS), ids(1, 3000))
     prefix._prefix.check()
-    assert prefix.stats()["entries"] == 36  # what may not go
+    assert prefix.stats()["entries"] == 36  # what must stay
 
 
 class Between:
-    """An index; `act` is called once, behind the method `name`, as another thread might."""
+    """An index; `act` is called once, right after the method `name`, as another thread might."""
 
     def __init__(self, index, name, act):
         self.index, self.name, self.act = index, name, act
@@ -68,7 +68,7 @@ class Between:
     "name,more", [("find", {}), ("find", {"tiers": Tiers()}), ("put", {"tiers": Tiers()}), ("put", {})]
 )
 def test_the_pool_is_full_between_two_calls(llama, name, more):
-    """What was found may be gone when it is taken, and what was known before it is pinned."""
+    """What was found may be evicted before it is taken, or before it is pinned."""
     pool, prompt = _C.Pool(2 << 20), ids(1, 90)
     prefix = PrefixCache(llama.config, "raw", pool=pool, **OPTIONS, **more)
 
@@ -83,7 +83,7 @@ def test_the_pool_is_full_between_two_calls(llama, name, more):
     wanted = feed(llama, cache, prompt)
     kept = prefix.commit(cache, prompt)
     cache = None if name == "find" else cache
-    if name == "put":  # pages of its own, for the same tokens
+    if name == "put":  # its own pages for the same tokens
         cache = KVCache(llama.config, "raw", pool=pool, **OPTIONS)
         feed(llama, cache, prompt)
     prefix._prefix = Between(prefix._prefix, name, fill)
@@ -100,7 +100,7 @@ def test_the_pool_is_full_between_two_calls(llama, name, more):
 
 @pytest.mark.parametrize("more", [{}, {"tiers": Tiers(), "max_bytes": 1}], ids=["pool", "tiers"])
 def test_another_thread_fills_the_pool(llama, more):
-    """Whatever it finds, the prompt has its own tokens; or there is no memory, and nothing is lost."""
+    """Whatever it finds, the cache has the prompt's own tokens; or memory is exhausted, and nothing is lost."""
     pool, prompts, ended = _C.Pool(2 << 20), [ids(1, 90, seed) for seed in range(3)], threading.Event()
     prefix = PrefixCache(llama.config, "raw", pool=pool, **OPTIONS, **more)
     wanted = [feed(llama, KVCache(llama.config, "raw", **OPTIONS), x)[:, -1] for x in prompts]

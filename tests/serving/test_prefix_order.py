@@ -1,4 +1,5 @@
-"""The prefix index against a list in order of use: what goes when there are too many, or when the pool is full."""
+"""The prefix index compared with a list in LRU order: what is evicted if there are too many links, or the pool is
+full."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from kvcompress import _C
 PAGE, DEPTH, ROOT, CHAIN = 64 << 10, 4, b"r" * 32, (1, 1, 1, 1)  # a token and a page a link
 SLOTS = (1 << 20) // PAGE
 
-Node = tuple[int, ...]  # of a binary tree: a link, by all tokens up to there
+Node = tuple[int, ...]  # a link of a binary tree, identified by all tokens up to it
 NODES = [tuple(map(int, f"{i:0{n}b}")) for n in range(1, DEPTH + 1) for i in range(1 << n)]
 
 
@@ -25,10 +26,10 @@ class Order(RuleBasedStateMachine):
         self.order: list[Node] = []  # least recently used first
         self.pins: list[Node] = []
         self.page: dict[Node, int] = {}
-        self.users: list[list[int]] = []  # pages of those who took a chain
+        self.users: list[list[int]] = []  # pages of users that took a chain
         self.evicted = 0
 
-    # ------------------------------------------------------------------ what ought to happen
+    # ------------------------------------------------------------------ expected behaviour
 
     def known(self, node: Node) -> Node:
         return next((node[:n] for n in range(len(node), 0, -1) if node[:n] in self.order), ())
@@ -47,7 +48,7 @@ class Order(RuleBasedStateMachine):
         self.evicted += 1
 
     def give_way(self) -> bool:
-        """The pool is full: the oldest end of a chain that is not pinned, and whose page nobody else uses."""
+        """The pool is full: evicts the oldest end of a chain that is not pinned and whose page has no other user."""
         for node in self.order:
             leaf = not any(x[: len(node)] == node and x != node for x in self.order)
             if self.loose(node) and leaf and not any(self.page[node] in pages for pages in self.users):
@@ -61,10 +62,10 @@ class Order(RuleBasedStateMachine):
                 self.evict(node)
 
     def pages(self) -> int:
-        """Slots that are taken: of links, and of users whose links are gone."""
+        """Slots in use: by links, and by users of evicted links."""
         return self.pool.stats()["slots"]
 
-    # ------------------------------------------------------------------ what is done
+    # ------------------------------------------------------------------ operations
 
     node = st.sampled_from(NODES)
 
@@ -76,7 +77,7 @@ class Order(RuleBasedStateMachine):
                 break
             own.append(self.pool.alloc(PAGE))
         if len(own) == len(node):
-            n = len(self.known(node))  # some of it may have given way
+            n = len(self.known(node))  # part of it may have been evicted
             entries = np.array(own) // 64 << 16
             held = self.index.put(ROOT, np.array(node), *CHAIN, entries)
             self.order += [node[:k] for k in range(n + 1, len(node) + 1)]
@@ -119,7 +120,7 @@ class Order(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, SLOTS))
     def crowd(self, n: int) -> None:
-        """Somebody takes n pages, or as many as can be had."""
+        """Allocates n pages, or as many as possible."""
         own = []
         for _ in range(n):
             if self.pages() == SLOTS and not self.give_way():

@@ -1,4 +1,4 @@
-"""Prefixes that wait in tiers: they come back as they went, or are a miss."""
+"""Offloaded prefixes: they come back unchanged, or are a miss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILE = {"host_bytes": 0, "file_bytes": None}
 
 
 def fed(llama, prefix, prompt, **options):
-    """A cache of the prompt, committed."""
+    """A cache with the committed prompt."""
     cache = prefix.open(prompt)
     feed(llama, cache, prompt[:, cache.get_seq_length() :])
     assert prefix.commit(cache, prompt, **options) >= KNOWN
@@ -71,7 +71,7 @@ def test_it_comes_back_as_it_went(llama, where):
 
 
 def test_links_go_together(llama):
-    """In extents of a unit and no more than a link above; only of one chain, and what is still needed stays."""
+    """In extents of at most a unit plus a link; each of a single chain, and what is still needed stays."""
     tiers = Tiers()
     prefix = PrefixCache(llama.config, "int8", page_size=P, tiers=tiers)
     trunk = ids(1, 200, 3)
@@ -88,7 +88,7 @@ def test_links_go_together(llama):
         hit = prefix.open(branch)
         assert hit.get_seq_length() == 4 + 16 * P and pages(hit, 4 + 16 * P) == bytes_
     assert prefix.stats()["from_host"] == len(sizes) and prefix.stats()["offloaded"] == tiers.stats()["host"] == 0
-    # With a limit, up to a fourth of it goes at once.
+    # With a limit, up to a quarter of it is offloaded at once.
     prefix._limits[0] = prefix.stats()["bytes"] - 1
     prefix._spill.unit = 1 << 20
     prefix._shrink()
@@ -118,7 +118,7 @@ def test_what_does_not_come_back_is_a_miss(llama, harm, together, tmp_path):
     assert together or pages(hit, came) == [x for layer in (wanted[:4], wanted[4:]) for x in layer[:2]]
     assert prefix.stats()["failed"] == 1 and prefix.stats()["offloaded"] == (4 if together else 2)
     feed(llama, hit, PROMPTS[0][:, came:])
-    assert prefix.commit(hit, PROMPTS[0]) == KNOWN and prefix.stats()["offloaded"] == 0  # it was computed anew
+    assert prefix.commit(hit, PROMPTS[0]) == KNOWN and prefix.stats()["offloaded"] == 0  # it was recomputed
     assert tiers.stats()["file"] == 0 and not list(tmp_path.iterdir())
     assert prefix.open(PROMPTS[0]).get_seq_length() == KNOWN
     prefix._prefix.check()
@@ -142,7 +142,7 @@ def test_full_tiers_forget_what_waits_longest(llama):
 
 
 def test_a_full_pool_drops_what_is_not_parked(llama):
-    """Of a chain whose end waits in a tier the rest gives way, too; what is committed again brings the end back."""
+    """Of a chain whose end is offloaded, the rest can be evicted, too; committing it again makes the end usable."""
     prefix = PrefixCache(llama.config, "raw", page_size=P, tiers=Tiers(), pool=_C.Pool(2 << 20))
     fed(llama, prefix, PROMPTS[0])
     prefix.trim(prefix.stats()["bytes"] // 2)
@@ -171,7 +171,7 @@ def test_pinned_ones_stay(llama):
 
 
 def test_collisions_are_misses_there_too(llama):
-    """Digests of one byte: what is offloaded has its tokens compared, and its whole chain."""
+    """Digests of one byte: tokens are compared for offloaded links, too, along the whole chain."""
     prefix = PrefixCache(llama.config, "int8", page_size=P, max_bytes=1, tiers=Tiers())
     prefix._prefix.weaken(1)
     stored = {}
@@ -210,7 +210,7 @@ def test_no_memory_for_it_is_a_shorter_prefix(llama, fail_at):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_delays_and_failures(llama, seed):
-    """Transfers fail, or are damaged, at random: a prompt gets what was stored for it, or less."""
+    """Transfers fail or are damaged at random: a prompt gets the pages stored for it, or fewer."""
     rng = random.Random(seed)
     host, file = rng.choice([(0, None), (30_000, None), (None, 0)])
     tiers = Rough(seed, host_bytes=host, file_bytes=file)
@@ -218,7 +218,7 @@ def test_delays_and_failures(llama, seed):
     trunk, stored = ids(1, 200, 3), {}
 
     def links(cache, prompt, n):
-        """(all tokens up to there, layer) and the bytes of each page."""
+        """(all tokens up to the link, layer) and the bytes of each page."""
         many = (n - 4) // P
         found = pages(cache, n) if n else []
         for i, page in enumerate(found):
@@ -234,7 +234,7 @@ def test_delays_and_failures(llama, seed):
         feed(llama, cache, prompt[:, n:])
         kept = prefix.commit(cache, prompt)
         sealed = 4 + P * min(layer.store.page_store.sealed_columns(0) for layer in cache.layers)
-        assert kept <= sealed  # what follows a link that is lost may be found again
+        assert kept <= sealed  # links after a lost one may be found again
         for key, page in links(cache, prompt, sealed):
             stored.setdefault(key, set()).add(page)
         prefix._prefix.check()
@@ -247,7 +247,7 @@ def test_delays_and_failures(llama, seed):
 
 @pytest.mark.parametrize("tiers", [None, Tiers()], ids=["pool", "tiers"])
 def test_pages_on_a_device_stay_with_their_prefix(llama, monkeypatch, tiers):
-    """As on a GPU: in an arena of their own, which outlives the caches; offloaded, they come back there."""
+    """As on a GPU: in a separate arena that outlives the caches; offloaded pages come back there."""
     init = PagedKV.__init__
 
     def far(self, *args, **options):

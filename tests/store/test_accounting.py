@@ -1,4 +1,4 @@
-"""What a cache says that it holds, in each tier: an exact formula of shapes and the formats' definitions."""
+"""The reported size of a cache in each tier equals an exact formula of shapes and format definitions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def up(n: int, to: int = 64) -> int:
 
 
 def page(key: str, value: str, Dk: int, Dv: int, tokens: int, raw_bytes: int) -> int:
-    """Bytes of a page of one head: codes, then metadata, each section on 64 bytes."""
+    """Bytes of a page of one head: codes, then metadata, each section aligned to 64 bytes."""
     total = 0
     rows = {row["name"]: row for row in formats.TABLE}
     for name, D, is_key in ((key, Dk, True), (value, Dv, False)):
@@ -60,15 +60,15 @@ def test_bytes_in_each_tier(shape, pair, tokens):
         "sealed": B * H * sealed * page(key, value, Dk, Dv, P, 2),
         "open": B * H * (pages - sealed) * page("raw", "raw", Dk, Dv, P, 2),
     }
-    if key == "raw":  # there an open page is like any other
+    if key == "raw":  # an open page has the same size
         wanted["sealed"], wanted["open"] = wanted["sealed"] + wanted["open"], 0
     parts = store.page_store.parts()
     assert {name: parts[name] for name in wanted} == wanted
     used = store.page_store.pool.stats()["used"]
     assert used == sum(wanted.values())
-    if tokens > 2000:  # tables and slack of slots: what one layer alone adds
+    if tokens > 2000:  # tables and spare capacity of slots: measured on a single layer
         assert parts["tables"] < 0.01 * used or H * B == 2
-    # LayerOffload: the same bytes in another tier, none in two.
+    # LayerOffload: the same bytes in another tier, none counted twice.
     tiers = Tiers()
     store.attach(LayerOffload(store.page_store, Prefetcher(tiers, resident=0, unit=1)))
     store.offload.offload_oldest()
@@ -77,14 +77,14 @@ def test_bytes_in_each_tier(shape, pair, tokens):
         assert moved == wanted["sealed"]
     assert store.page_store.pool.stats()["used"] + moved == used
     store.offload.onload()
-    # Suspended: all of it.
+    # Suspended: all bytes.
     _, pieces = serialize.survey(store.page_store)
     memory, _ = serialize.gather(store.page_store, pieces)
     assert memory.size == used == int(pieces[:, 1].sum())
 
 
 def test_codes_and_scales_are_those_of_the_reference():
-    """The table that the formula reads says what the reference codecs do."""
+    """The table that the formula uses agrees with the reference codecs."""
     assert set(SPEC) <= {row["name"] for row in formats.TABLE}
     for row in formats.TABLE:
         assert _C.formats()[row["code"]]["bits"] == row["bits"]

@@ -1,4 +1,4 @@
-"""A K that a format would break is told of, or refused, before anything of it is stored."""
+"""K that does not suit its format causes a warning or an error before any of it is stored."""
 
 import copy
 import warnings
@@ -20,13 +20,13 @@ def keys(kind, T=256, D=64, seed=0):
     g = torch.Generator().manual_seed(seed)
     k = torch.randn(1, 2, T, D, generator=g)
     if kind == "bias":
-        k[:, 1, :, ::16] += 25.0  # as a biased k_proj leaves slow RoPE pairs: the same for every token
+        k[:, 1, :, ::16] += 25.0  # as a biased k_proj does to slow RoPE pairs: the same for every token
     elif kind == "outliers":
         k[:, 1, :, ::16] *= 12.0
     return k
 
 
-# Share of K's own variation, float64, on the decoded page: no code in common with format_check.noise.
+# Error relative to K's own variation, float64, on the decoded page; shares no code with format_check.noise.
 def reference(k, key):
     kv = PagedKV(2, k.shape[3], key=key, value="raw", sinks=0)
     kv.append(torch.cat([k, k[:, :, :64]], 2), torch.zeros(1, 2, k.shape[2] + 64, k.shape[3]))
@@ -77,7 +77,7 @@ def test_a_warning_names_the_layers_once(implementation):
         call(m, cache)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        call(m, cache)  # not again
+        call(m, cache)  # no second warning
         call(m, copy.deepcopy(cache))
         cache.reset()
         call(m, cache)
@@ -103,7 +103,7 @@ def test_strict_refuses_and_keeps_what_there_was(implementation):
     assert all(
         torch.equal(a, b) for a, b in zip(before, [x for y in cache.layers for x in y.store.dense()], strict=True)
     )
-    call(m, cache, 5)  # goes on where it was
+    call(m, cache, 5)  # continues
     call(m, KVCache(m.config, "int4", strict=True))
 
 

@@ -1,4 +1,4 @@
-"""_C.Held: the raw pages that an append seals, until nobody can want them back."""
+"""_C.Held: keeps the raw pages that an append seals until the append can no longer be rolled back."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ NOTHING = np.zeros((1, 1, 1), np.int64)
 
 
 def sealing(T=40, chunk=1):
-    """A layer in whose last call a page was sealed, the pages held, and K before that call."""
+    """A layer whose last call sealed a page, the held pages, and K before that call."""
     kv, before = PagedKV(2, 32, key="int4", page_size=16, dtype=torch.float16), None
     kv.held = []
     x = torch.randn(1, 2, T, 32, dtype=torch.float16)
@@ -35,7 +35,7 @@ def test_restore_puts_the_raw_pages_back(chunk):
     sealed = kv.page_store.table.entries.copy()
     restore(held)
     assert torch.equal(kv.dense()[0][:, :, : before.shape[2]], before)
-    restore(held)  # the sealed ones, which are held now
+    restore(held)  # the sealed ones, which are now held
     assert np.array_equal(kv.page_store.table.entries, sealed) and kv.page_store.pool.stats()["used"] == used
     held.clear()
     kv.page_store.pool.check()

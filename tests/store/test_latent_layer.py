@@ -1,4 +1,5 @@
-"""PagedKV(latent=True): a layer of latents (MLA) beside float64 over what it holds; its policies; its bad inputs."""
+"""PagedKV(latent=True): a layer of latents (MLA), compared with float64 over its contents; its policies; invalid
+inputs."""
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from kvcompress import H2O, TOVA, KeyDiff, KNorm, PagedKV, SnapKV, StreamingLLM
 from kvcompress.policies import AdaKV, CriticalKV, Demote, ExpectedAttention, Watch
 
 HEADS, SCALE = 5, 0.11
-DIMS = [(64, 16), (72, 24), (50, 10)]  # the last two fill pages up
+DIMS = [(64, 16), (72, 24), (50, 10)]  # the last two need padding
 
 
 def layer(Dk=64, Dv=16, key="int8", **options):
@@ -23,7 +24,7 @@ def data(store, T, seed):
 
 
 def definition(q, K, V, there):
-    """float64 (out, what each token got): q of the last slots; K, V, there by slot."""
+    """float64 (out, attention of each token) for q of the last slots; K, V and `there` by slot."""
     S, T = K.shape[2], q.shape[2]
     scores = q.double() @ torch.cat([K, V], -1).double().mT * SCALE
     sees = (torch.arange(S)[None] <= torch.arange(S - T, S)[:, None]) & there[:, None, None]
@@ -32,7 +33,8 @@ def definition(q, K, V, there):
 
 
 def run(store, calls, seed=0):
-    """(out, definition) of each call, over what the layer holds when it attends, the call's own tokens exact."""
+    """(out, definition) of each call, over what the layer holds during attention, with the call's own tokens
+    unrounded."""
     for i, T in enumerate(calls):
         q, k, v = data(store, T, seed + i)
         twin = store.clone()
@@ -67,7 +69,8 @@ def test_attends_to_what_it_holds(Dk, Dv, key, bound):
 @pytest.mark.parametrize("key, bound", [("int8", 5e-3), ("int4", 2e-2)])
 @pytest.mark.parametrize("more", [0, 1])
 def test_runs_of_sealed_pages(key, bound, more):
-    """64 pages are several runs, all sums in the space of the codes; with a raw page the last one's are not."""
+    """64 pages are several runs with all sums in the space of the codes; a raw page puts the last run in another
+    space."""
     store = layer(64, 16, key, batch=2, sinks=0)
     store.append(*data(store, 1024, 1)[1:])
     if more:
@@ -79,7 +82,7 @@ def test_runs_of_sealed_pages(key, bound, more):
 
 @pytest.mark.parametrize("Dk, Dv", DIMS)
 def test_other_pages_hold_the_same_bytes_a_token(Dk, Dv):
-    """A latent is stored once: as many bytes as K and V of these dims alone."""
+    """A latent is stored once: as many bytes as K and V of these dims."""
     one, other = layer(Dk, Dv), PagedKV(1, Dk, key="int8", value_dim=Dv, page_size=16)
     _, k, v = data(one, 200, 1)
     one.append(k, v)
@@ -91,7 +94,7 @@ def test_other_pages_hold_the_same_bytes_a_token(Dk, Dv):
     ("raw", "raw", 1.02), ("int8", "int8", 0.52), ("int4", "int8", 0.32), ("int8", "raw", 0.57), ("int4", "raw", 0.37),
 ])  # fmt: skip
 def test_bytes_at_16k_tokens(key, value, most):
-    """Of DeepSeek-V3's latents, everything counted, against 1,152 B: 576 elements of 2 bytes."""
+    """Size of DeepSeek-V3's latents, all included, compared with 1,152 B: 576 elements of 2 bytes."""
     store, tokens = layer(512, 64, key, value=value, page_size=64, dtype=torch.bfloat16), 16_384
     block = torch.randn(1, 1, 2048, 576, generator=torch.manual_seed(0)).bfloat16()
     for _ in range(tokens // 2048):
@@ -120,7 +123,7 @@ def test_policies_evict_and_attention_is_over_what_stays(name, Dk, Dv):
 
 
 def test_tova_keeps_what_the_last_query_attends_to():
-    """Both parts of a key count: the policy's choice beside one made here."""
+    """Both parts of a key count: the policy's choice compared with one computed here."""
     store = layer(72, 24, "raw", policy=TOVA(32, sinks=0, slack=1), sinks=0, page_size=16)
     q, k, v = data(store, 60, 3)
     store.attend(q, k, v, scale=SCALE)

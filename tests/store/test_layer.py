@@ -1,4 +1,4 @@
-"""PagedKV against attention in float64 over plain tensors."""
+"""PagedKV compared with float64 attention over plain tensors."""
 
 import copy
 import math
@@ -9,8 +9,9 @@ from torch.autograd import forward_ad
 
 from kvcompress import _C, PagedKV
 
-BOUND = {"raw": 1e-5, "int8": 5e-3, "fp8_e4m3": 5e-3, "int4": 2e-2}  # of the op, against what is stored
-STORED = {"raw": 1e-6, "int8": 0.01, "fp8_e4m3": 0.04, "int4": 0.12}  # of the format, relative, Gaussian
+BOUND = {"raw": 1e-5, "int8": 5e-3, "fp8_e4m3": 5e-3, "int4": 2e-2}  # error of the op, given the stored values
+# error of the format, relative, for Gaussian values
+STORED = {"raw": 1e-6, "int8": 0.01, "fp8_e4m3": 0.04, "int4": 0.12}
 
 
 def rand(*shape, seed, dtype=torch.float32):
@@ -43,7 +44,7 @@ def eager(q, K, V, scale, real=None, window=0, softcap=0.0, s_aux=None):
 
 
 class Twin:
-    """A PagedKV and, beside it, plain tensors of the same tokens."""
+    """A PagedKV, and plain tensors of the same tokens."""
 
     def __init__(self, key="raw", B=1, H=2, G=2, D=32, Dv=None, dtype=torch.float32, seed=0, **options):
         options.setdefault("page_size", 16)
@@ -72,14 +73,14 @@ class Twin:
         self.keep(k, v, mask)
 
     def check(self, T=1, bound=1e-5, mask=None, **options):
-        """One attend with T new tokens, against what the layer stores (own tokens exact)."""
+        """One attend with T new tokens, compared with attention over what the layer stores (own tokens unrounded)."""
         q, k, v = self.new(T)
         scale = options.pop("scale", None)
         (K0, V0), starts = self.kv.dense(), self.kv.page_store.page_starts()
         out, lse = self.kv.attend(q, k, v, mask=mask, scale=scale, **options)
         self.keep(k, v, mask)
         K, V = (x.clone() for x in self.kv.dense())
-        for b, slot in enumerate(starts):  # the page that the call fills is raw while it lasts
+        for b, slot in enumerate(starts):  # a page that the call fills is still raw during the call
             K[b, :, slot:-T], V[b, :, slot:-T] = K0[b, :, slot:], V0[b, :, slot:]
         K[:, :, -T:], V[:, :, -T:] = k, v
         want, want_lse = eager(q, K, V, self.shape[3] ** -0.5 if scale is None else scale, self.real, **options)
@@ -188,8 +189,7 @@ def test_queries_alone_attend_to_what_is_stored():
 
 @pytest.mark.parametrize("key", list(BOUND))
 def test_pads_anywhere(key):
-    """Left pads, right pads, a row of pads alone, holes: stored tokens and attention are those of the real
-    slots."""
+    """Left padding, right padding, a row of padding only, holes: tokens and attention are those of the real slots."""
     twin = Twin(key, B=4)
     mask = torch.ones(4, 40, dtype=torch.bool)
     mask[0, :21] = mask[1, 30:] = mask[2, :] = mask[3, 5:9] = False
@@ -207,7 +207,7 @@ def test_pads_anywhere(key):
 
 
 def test_padded_row_equals_the_row_alone():
-    """Same tokens with and without pads before them: the same stored bits, the same attention."""
+    """The same tokens with and without padding before them: the same stored bits and attention."""
     twin = Twin("int4", B=2, D=32)
     q, k, v = twin.new(60)
     mask = torch.ones(2, 60, dtype=torch.bool)
@@ -241,8 +241,7 @@ def test_crop_then_go_on(key, cut):
 
 
 def test_crop_of_a_rejected_draft_leaves_no_trace():
-    """Within the open page a crop is exact: the bytes of what follows are those of a run without the
-    draft."""
+    """Within the open page a crop is exact: later bytes equal those of a run without the draft."""
     one, two = Twin("int4", seed=1), Twin("int4", seed=1)
     one.append(70)
     two.append(70)
@@ -356,11 +355,11 @@ def test_repr_says_what_it_is():
 
 @pytest.mark.parametrize("key,masked", [("raw", False), ("int8", True), ("int4", False)])
 def test_every_failing_allocation_changes_nothing(key, masked):
-    """The n-th allocation of a call fails, for every n: MemoryError, the same state, and then the same
-    result."""
+    """For every n, the n-th allocation of a call fails: MemoryError and unchanged state; then the same result as
+    without."""
     twin = Twin(key, B=2)
     twin.append(45)
-    other = twin.kv.clone()  # open pages are shared: the call must copy them, and put that back too
+    other = twin.kv.clone()  # open pages are shared: the call must copy them, and undo that
     q, k, v = twin.new(40)
     mask = None
     if masked:
@@ -400,7 +399,7 @@ def test_layer_needs_no_transformers():
 
 
 def test_tensors_that_are_more_than_their_numbers_are_refused():
-    """torch.func and forward-mode AD: what pages hold would lose a mapped dim, or a tangent."""
+    """torch.func and forward-mode AD: pages would lose a mapped dim or a tangent."""
     q, k, v = rand(3, 1, 4, 5, 32, seed=1), rand(3, 1, 2, 5, 32, seed=2), rand(3, 1, 2, 5, 32, seed=3)
     for grad in (True, False):
         with (

@@ -1,4 +1,4 @@
-"""The same random lives on every kernel level of this CPU store the same bytes, step by step."""
+"""The same random operations store the same bytes on every kernel level of this CPU, step by step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Pool, tables, prefix index and tiers together, against plain lists: no page lost, none freed too early, none wrong.
+"""Pool, tables, prefix index and tiers together, compared with plain lists: no page is lost, freed too early, or
+wrong.
 
-Every token's K and V follow from the token and its place, so a page's content follows from its tokens. What an index or
-a tier gives back is compared with that.
-"""
+K and V of a token are functions of the token and its position, so the contents of a page follow from its tokens. Pages
+from an index or a tier are compared with that."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOUND = {"raw": 1e-5, "int8": 5e-3, "int4": 2e-2}
 
 
 def values(tokens: list[int], first: int) -> torch.Tensor:
-    """K of tokens at places from `first` on: [1, 1, T, D]."""
+    """K of tokens at positions from `first` on: [1, 1, T, D]."""
     t = torch.tensor(tokens, dtype=torch.float32)[:, None]
     place = torch.arange(first, first + len(tokens), dtype=torch.float32)[:, None]
     return torch.sin(3 * t + 0.1 * place + torch.arange(D)).reshape(1, 1, len(tokens), D)
@@ -39,7 +39,7 @@ def values(tokens: list[int], first: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1 << 14)
 def stored_as(spec: str, tokens: tuple[int, ...], first: int) -> torch.Tensor:
-    """What a full page of these tokens holds once it is sealed: by a layer that never held anything else."""
+    """The sealed contents of a full page of these tokens, from a fresh layer."""
     options = {**SPECS[spec], "sinks": 0}
     layer = PagedKV(1, D, page_size=P, **options)
     k = values(list(tokens), first)
@@ -49,7 +49,7 @@ def stored_as(spec: str, tokens: tuple[int, ...], first: int) -> torch.Tensor:
 
 
 class Layer:
-    """A layer, the tokens that it must hold, and what it was suspended to."""
+    """A layer, its expected tokens, and the file it is suspended to."""
 
     def __init__(self, store: PagedKV, tokens: list[int]) -> None:
         self.store, self.tokens = store, tokens
@@ -70,9 +70,9 @@ class Machine(RuleBasedStateMachine):
         self.known: set[tuple[int, ...]] = set()
         self.alive: set[int] = set()  # links of the index
         self.newest_link = 0
-        self.squeezed = False  # offloaded links may wait nowhere
+        self.squeezed = False  # offloaded links may have lost their tier
         self.pinned: list[list[int]] = []
-        soaked.steps[NAME] -= 1  # this is none
+        soaked.steps[NAME] -= 1  # does not count
         sinks = SPECS[spec]["sinks"]
         self.chain = (sinks + P, P, 2 if sinks else 1, 1)
 
@@ -95,7 +95,7 @@ class Machine(RuleBasedStateMachine):
 
     number = st.integers(0, 9)
     failing = st.sampled_from([0, 0, 0, 1, 2, 3, 5, 9])
-    text = st.lists(st.integers(0, 1), min_size=1, max_size=50)  # two tokens: prompts often begin alike
+    text = st.lists(st.integers(0, 1), min_size=1, max_size=50)  # two distinct tokens: prompts often share a prefix
 
     # ------------------------------------------------------------------ layers
 
@@ -126,7 +126,7 @@ class Machine(RuleBasedStateMachine):
         layer = self.pick(i)
         if layer is None:
             return
-        # A crop into a sealed page leaves dead tokens: here a page begins at the same place in every layer.
+        # A crop into a sealed page leaves dead tokens; here pages start at the same position in every layer.
         sealed = layer.store.page_store.sealed_columns(0) * P + SPECS[self.spec]["sinks"]
         seen = max(len(layer.tokens) - back, min(sealed, len(layer.tokens)))
         if self.guarded(fail, lambda: layer.store.crop(seen) or True):
@@ -200,7 +200,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 6))
     def squeeze(self, n: int) -> None:
-        """The pool is full: n links, as far as there are some to be had, give way to pages of their size."""
+        """The pool is full: up to n links are evicted for pages of their size."""
         format = formats.resolve(self.spec, torch.float32)
         size, most = _C.page_bytes(format, format, D, D, P), self.links_here() - n
         held = [self.pool.alloc(SPACE - self.pool.extent)] if self.pool.extent < SPACE else []
@@ -260,7 +260,7 @@ class Machine(RuleBasedStateMachine):
             if self.guarded(fail, lambda: serialize.place(layer.store.page_store, *layer.suspended) or True):
                 layer.suspended = None
 
-    # ------------------------------------------------------------------ what must hold
+    # ------------------------------------------------------------------ invariants
 
     @rule(i=number)
     def read(self, i: int) -> None:
@@ -273,7 +273,7 @@ class Machine(RuleBasedStateMachine):
         for column in range(layer.store.page_store.sealed_columns(0) if not layer.store.offload else 0):
             at = sinks + column * P
             wanted[at : at + P] = stored_as(self.spec, tuple(layer.tokens[at : at + P]), at)
-        if layer.store.offload:  # which of them are sealed is not to be seen in the table: the nearer of the two
+        if layer.store.offload:  # the table does not show which of them are sealed: take the nearer one
             for at in range(sinks, len(layer.tokens) - P + 1, P):
                 page = stored_as(self.spec, tuple(layer.tokens[at : at + P]), at)
                 if torch.equal(k[0, 0, at : at + P], page):
@@ -293,7 +293,7 @@ class Machine(RuleBasedStateMachine):
         )
 
     def pages_of_links(self, count: int) -> list[int]:
-        """Offsets of the pages of the index's links, `count` of which have some."""
+        """Offsets of the pages of the index's links, `count` of which have pages."""
         found: dict[int, list[int]] = {}
         for link in (*self.alive, *range(self.newest_link + 1, self.newest_link + 256)):
             for n in {*self.chain[2:]}:
@@ -301,7 +301,7 @@ class Machine(RuleBasedStateMachine):
                     found[link] = ((pair[0] >> 16) * 64).tolist()
                     self.pool.drop(np.array(found[link]))
         assert len(found) == count
-        # Those that are offloaded now may have pages again.
+        # Links that are offloaded now may get pages again.
         self.alive = {*found, *self.spill.waiting}
         self.newest_link = max(self.newest_link, *self.alive, 0)
         return [offset for offsets in found.values() for offset in offsets]

@@ -1,4 +1,4 @@
-"""Formats by position and by layer, and head dims that no page holds as they are."""
+"""Formats by position and by layer, and head dims that require padding."""
 
 import models
 import numpy as np
@@ -28,7 +28,7 @@ def names(kv, b=0):
 
 def test_a_span_stores_what_a_layer_of_its_format_stores():
     mixed = filled({"key": "int2", "spans": [(0, 36, "int8"), (36, 68, "kivi4/int4"), (68, 84, "raw")]})
-    # Pages begin at 4, 20, 36, 52, 68, 84, 100, 116 (open).
+    # Pages start at 4, 20, 36, 52, 68, 84, 100, 116 (open).
     wanted = ["raw", "int8", "int8", "kivi4", "kivi4", "raw", "int2", "raw", "raw"]
     assert [key for key, _ in names(mixed)] == wanted and names(mixed)[3] == ("kivi4", "int4")
     pure = {"int8": ("int8", "int8"), "kivi4": ("kivi4", "int4"), "int2": ("int2", "int2"), "raw": ("raw", "raw")}
@@ -72,7 +72,7 @@ def test_attention_over_spans(spans):
 
 
 def test_crop_into_a_page_of_a_span_that_is_written_directly():
-    """Its format is 8-bit too, so the page can be cut anywhere and goes on."""
+    """Its format has 8 bits, too, so the page can be cut anywhere and continued."""
     options = {"key": "int8", "residual_length": 0, "spans": [(0, 30, "fp8_e4m3/int8")]}
     kv, want = filled(options, (10,)), filled(options, (10,))
     kv.append(rand(1, 2, 3, 32, seed=5), rand(1, 2, 3, 32, seed=6))

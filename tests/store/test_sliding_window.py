@@ -1,4 +1,4 @@
-"""Layers with a window: pages behind it go, and nothing else changes."""
+"""Sliding-window layers: pages outside the window are freed, without other effects."""
 
 import copy
 import random
@@ -19,7 +19,7 @@ KINDS = [(24, False), (100, False), (32, True), (96, True)]
 
 
 class Plain:
-    """All keys and values of all rows, and float64 attention as the definition has it."""
+    """All keys and values of all rows, and float64 attention by definition."""
 
     def __init__(self, batch, window, chunked):
         self.window, self.chunked = window, chunked
@@ -58,7 +58,7 @@ def pair(window, chunked, batch=2, key="raw", page_size=PAGE):
 
 
 def step(store, plain, T, pads, generator, bound=1e-5):
-    """One call, beside the definition; rows `pads` long padded at the left."""
+    """One call, compared with the definition; rows have `pads` tokens of left padding."""
     batch = store.batch
     own = torch.arange(T) >= torch.tensor(pads)[:, None]
     q, k, v = (torch.randn(batch, h, T, D, generator=generator) for h in (H * G, H, H))
@@ -70,7 +70,7 @@ def step(store, plain, T, pads, generator, bound=1e-5):
 
 
 def most(store, T):
-    """Tokens of a row that a layer may hold after a call of T slots."""
+    """Maximum number of tokens of a row in a layer after a call of T slots."""
     ring, slack = store.sliding, min(T, store.page_size)
     return ring.window + slack + store.page_size - 1
 
@@ -78,7 +78,7 @@ def most(store, T):
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))])
 @pytest.mark.parametrize("window,chunked", KINDS)
 def test_a_ring_attends_to_what_its_window_sees(window, chunked, seed):
-    """Any sequence of calls, drafts that are taken back, rows that are chosen, copies."""
+    """Random sequences of calls, rejected drafts, row selection, copies."""
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     store, plain = pair(window, chunked, batch=3)
     step(store, plain, chance.randint(40, 260), [0, 7, 39], generator)
@@ -125,7 +125,7 @@ def test_quantized_rings_attend_to_what_they_decode(window, chunked, key, option
 
 @pytest.mark.parametrize("window,chunked", KINDS)
 def test_memory_is_bounded(window, chunked):
-    """Pages are given back, to the pool and by the pool: what is held stops growing."""
+    """Pages are freed, and returned to the system: memory stops growing."""
     store = PagedKV(H, D, key="int4", window=window, chunked=chunked, page_size=PAGE)
     x, held = torch.randn(1, H, 1, D), []
     store.append(*torch.randn(2, 1, H, 2000, D))
@@ -222,7 +222,7 @@ def test_other_masks_are_not_taken_for_windows():
 
 
 def test_a_long_conversation_holds_what_the_windows_see():
-    """All of Mistral's layers: memory stops growing, and pages are less than DynamicCache's own ring takes."""
+    """All layers of Mistral: memory stops growing, and pages take less than DynamicCache's ring buffer."""
     config = hf.MistralConfig(**{**model("mistral").config.to_dict(), "sliding_window": 256, "num_hidden_layers": 2})
     m = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     assert select(m, "kvcompress")
@@ -249,7 +249,7 @@ def test_crop_goes_as_far_as_transformers_own(name, implementation):
         cache.crop(-65)
     got, want = (logits_of(m, cache, [20, 1], ids(1, 21, seed=3)) for cache in (ours, theirs))
     assert error(torch.cat(got, 1), torch.cat(want, 1)) < 1e-5
-    ours.crop(0)  # what recording kept goes
+    ours.crop(0)  # frees what recording kept
     assert all(layer.store.stats()["kept"] < 32 + 2 * PAGE for layer in ours.layers if getattr(layer, "window", 0))
 
 
@@ -268,7 +268,7 @@ def test_a_crop_too_far_changes_no_layer():
 
 @pytest.mark.parametrize("name", ["mistral", "llama4"])
 def test_a_prefix_of_others_goes_on(name):
-    """A padded DynamicCache far past its window becomes ours; chunks begin where they did."""
+    """A padded DynamicCache far past its window is converted; chunks start at the same slots."""
     m = select(family(name), "eager")
     tokens, mask = left_pads(ids(2, 120), [0, 11])
     theirs = hf.DynamicCache(config=m.config)

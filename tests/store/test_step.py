@@ -1,5 +1,5 @@
-"""`_C.Table.step`, which takes calls without torch's dispatcher: what it gives is what the op gives, to the byte;
-what it does not take, the op does."""
+"""`_C.Table.step`, which bypasses torch's dispatcher: its results are identical to the op's, and calls it does not
+support use the op."""
 
 import contextlib
 import functools
@@ -43,7 +43,7 @@ class Counted(PagedKV):
 
 
 def by_op(kv):
-    """The same layer, whose calls all go by the op."""
+    """The same layer with all calls through the op."""
     kv = kv.clone()
     kv.op = functools.partial(ops.attend)
     return kv
@@ -59,7 +59,7 @@ def _no_grad():
     "key,value", [(f, f) for f in formats.NAMES if f not in formats.CALIBRATED] + [("int8", "int2")]
 )
 def test_a_life(key, value):
-    """Steps and short chunks over several seals, in turn with the same layer by the op."""
+    """Steps and short chunks over several seals, compared with the same layer through the op."""
     for dtype, batch in ((torch.float32, 1), (BF16, 3), (torch.float16, 2)):
         kv = Counted(H, D, key=key, value=value, batch=batch, dtype=dtype, page_size=16)
         twin, calls = by_op(kv), 0
@@ -71,7 +71,7 @@ def test_a_life(key, value):
                        for x, y in zip(got, want, strict=True))  # fmt: skip
             calls += kv.calls - before
         assert same(state(kv), state(twin))
-        assert (calls <= 3) if key == "raw" else 2 <= calls <= 12  # those that seal, or for which the pool grows
+        assert (calls <= 3) if key == "raw" else 2 <= calls <= 12  # calls that seal, or for which the pool grows
         kv.page_store.pool.check()
 
 
@@ -83,7 +83,7 @@ def test_a_life(key, value):
     dict(policy=policies.AdaKV(policies.KNorm(30))),
 ], ids=str)  # fmt: skip
 def test_with_what_follows(options):
-    """Windows, evictions, spans, lines of heads with tokens of their own."""
+    """Windows, evictions, spans, heads with different tokens."""
     kv = Counted(H, D, **{"key": "int4", "page_size": 16, **options})
     twin = by_op(kv)
     for i, T in enumerate((50, *[1] * 40, 3, 1)):
@@ -92,12 +92,12 @@ def test_with_what_follows(options):
         got, want = kv.attend(q, k, v), twin.attend(q, k, v)
         assert all(map(torch.equal, got, want))
     assert same(state(kv), state(twin))
-    assert (kv.calls < 30) == ("H2O" not in str(options))  # which wants the attention of each call
+    assert (kv.calls < 30) == ("H2O" not in str(options))  # which needs the attention of each call
 
 
 @pytest.mark.parametrize("options", [dict(head_dim=48, value_dim=64, key="int4_g32"), dict(head_dim=24, key="int4")])
 def test_dims_of_pages_are_no_dims_of_rows(options):
-    """Where pages hold rows that are filled up, rows as wide as theirs are refused, and nothing is written."""
+    """If pages hold padded rows, rows of the padded width are rejected, and nothing is written."""
     kv = PagedKV(H, **options, page_size=16)
     shapes = (kv.head_dim, kv.value_dim)
     kv.append(*(torch.randn(1, H, 10, dim) for dim in shapes))
@@ -109,7 +109,7 @@ def test_dims_of_pages_are_no_dims_of_rows(options):
 
 
 def test_float64():
-    """Not only as the op: as float64 on what is stored."""
+    """Compared with float64 over the stored values."""
     kv = Counted(H, D, key="int8", dtype=BF16, page_size=16)
     kv.append(*draw(40, 1, BF16)[1:])
     kv.append(*draw(1, 1, BF16)[1:])  # seals
@@ -185,7 +185,7 @@ def test_wrong_numbers_of_arguments():
 
 
 def test_memory_of_the_arena_is_refused():
-    """k that lies in the pages that the call writes."""
+    """k inside the pages that the call writes."""
     kv = PagedKV(H, D, key="int8")
     q, k, v = draw(1)
     kv.append(*draw(5)[1:])
@@ -216,7 +216,7 @@ def test_numbers_that_are_none(what, message):
 
 
 def test_gradients_go_the_long_way():
-    """Nothing is attended to silently without its gradient."""
+    """Gradients are not dropped silently."""
     kv = Counted(H, D)
     kv.append(*draw(5)[1:])
     q, k, v = draw(1, 1)
@@ -232,7 +232,7 @@ def test_gradients_go_the_long_way():
 
 
 def test_transforms_are_not_looked_through():
-    """Inside of vmap a tensor is none that memory could be read of."""
+    """Inside vmap, a tensor's memory must not be read directly."""
     kv = PagedKV(H, D)
     kv.append(*draw(5)[1:])
     found = []
@@ -248,7 +248,7 @@ def test_transforms_are_not_looked_through():
 
 
 class Elsewhere(TorchDispatchMode):
-    """New tensors are none that memory could be written of."""
+    """New tensors whose memory cannot be written directly."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -259,7 +259,7 @@ class Elsewhere(TorchDispatchMode):
 
 @pytest.mark.parametrize("way", ["functionalize", "jvp", "grad", "mode"])
 def test_results_inside_of_transforms_are_the_ops(way):
-    """Of tensors that no transform has wrapped: new ones are wrapped."""
+    """For tensors that no transform has wrapped, in a transform that wraps new ones."""
     kv = Counted(H, D)
     kv.append(*draw(5)[1:])
     calls, given, x = kv.calls, draw(1, 1), torch.ones(1)
@@ -268,7 +268,7 @@ def test_results_inside_of_transforms_are_the_ops(way):
         with torch.no_grad(), Elsewhere() if way == "mode" else contextlib.nullcontext():
             try:
                 kv.attend(*given)
-            except RuntimeError:  # the op cannot do it either
+            except RuntimeError:  # the op does not support it either
                 assert way == "functionalize"
         return (x * 2).sum()
 
@@ -280,7 +280,7 @@ def test_results_inside_of_transforms_are_the_ops(way):
 
 
 def test_no_memory_for_pythons_objects():
-    """torch cannot hand a result over: nothing is freed twice."""
+    """torch cannot return a result: nothing is freed twice."""
     pytest.importorskip("_testcapi")
     code = """if True:
         import _testcapi, torch, test_step as t
@@ -331,7 +331,7 @@ def test_results_outlive_their_layer():
 
 
 def test_many_threads():
-    """Layers of one pool at once; then two callers of one layer, of whom one may find the other's append under way."""
+    """Layers of one pool concurrently; then two callers of one layer, one of which may find an append in progress."""
     from kvcompress import _C
 
     pool = _C.Pool()
@@ -361,7 +361,7 @@ def test_many_threads():
 
 
 def test_a_model_steps_without_the_op(monkeypatch):
-    """Every layer and step, but those that seal a page."""
+    """In every layer and step, except those that seal a page."""
     m = select(model("llama"), "kvcompress")
     calls = []
     long = PagedKV._step_by_op
@@ -375,7 +375,7 @@ def test_a_model_steps_without_the_op(monkeypatch):
 
 
 def test_lazy_pairs_are_of_their_pass():
-    """Made for several layers at once; those that a failed pass has left are gone."""
+    """Prepared for several layers at once; those of a failed pass are dropped."""
     m = select(model("llama"), "kvcompress")
     cache = cache_of(m, "raw")
     logits_of(m, cache, [20])

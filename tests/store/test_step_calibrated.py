@@ -1,4 +1,4 @@
-"""Table.step of calibrated layers, whose rows it maps, and what it does without memory."""
+"""Table.step of calibrated layers, whose rows it transforms, and its behaviour without memory."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from kvcompress.quantization.calibration import Basis
 
 
 def basis(heads=H, dim=D):
-    """A map of K and one of V for each head, far from orthogonal."""
+    """Matrices of K and of V for each head, far from orthogonal."""
     generator = torch.Generator().manual_seed(5)
     maps = [torch.eye(dim) + 0.3 * torch.randn(heads, dim, dim, generator=generator) / dim**0.5 for _ in "kv"]
     return Basis(*(x for m in maps for x in (m, torch.linalg.inv(m))))
@@ -19,7 +19,7 @@ def basis(heads=H, dim=D):
 
 @pytest.mark.parametrize("key", ["raw", "int4_lloyd", "cal2"])
 def test_a_calibrated_life(key):
-    """Steps of one token are mapped by the call; chunks, which take back what they round away, go by the op."""
+    """Steps of one token are transformed by the call; chunks, whose rounding is compensated, use the op."""
     for dtype, batch, dim in ((torch.float32, 1, 64), (BF16, 3, 64), (torch.float16, 2, 128)):
         kv = Counted(H, dim, key=key, batch=batch, dtype=dtype, page_size=16, basis=basis(dim=dim))
         twin, calls = by_op(kv), 0
@@ -35,7 +35,7 @@ def test_a_calibrated_life(key):
 
 
 def test_calibrated_float64():
-    """Attention to the rows as they came, whatever a layer of raw pages maps them to."""
+    """Attention to the untransformed rows, whatever a layer of raw pages transforms them to."""
     kv, rows = Counted(H, D, key="raw", basis=basis()), draw(30, 1)
     kv.append(*rows[1:])
     kv.append(*draw(1, 2)[1:])
@@ -65,7 +65,7 @@ def test_maps_that_it_does_not_take(spoil):
 
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_no_memory(fail_at, calibrated):
-    """Every request of ours that fails is a MemoryError, and the layer as before."""
+    """Every allocation failure of ours is a MemoryError, and leaves the layer unchanged."""
     kv = Counted(H, D, key="int8", page_size=16, basis=basis() if calibrated else None)
     kv.append(*draw(20)[1:])
     kv.append(*draw(1)[1:])

@@ -1,4 +1,4 @@
-"""The commands that plan, show and measure: figures, JSON, exit statuses, mistakes in one line."""
+"""The commands that plan, show and measure: results, JSON, exit statuses, one-line errors."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def test_plan(capsys, tmp_path):
 
 
 def test_quick_commands_take_less_than_a_second_of_work():
-    """Not a benchmark: processor time, of the best of three, far from the limit where it is right (0.3 s)."""
+    """Not a benchmark: processor time, best of three, with a limit far above the expected 0.3 s."""
     code = "import sys, time; from kvcompress.tools.cli import main; main(sys.argv[1:])\n"
     code += "print(time.process_time(), file=sys.stderr)"
     for command in (["plan", "--config", "llama-3-70b", "--gpu", "80GB", "--context", "32k"], ["info"], ["formats"]):
@@ -179,7 +179,8 @@ def test_results_that_are_none_draw_nothing(capsys, tmp_path):
 
 
 def test_measure(capsys, tmp_path):
-    """The front is one, the choice is its cheapest point within the floor, and the file opens a cache."""
+    """There is a single Pareto front, the choice is its cheapest point above the quality floor, and the file opens a
+    cache."""
     from transformers import AutoConfig
 
     from kvcompress import KVCache
@@ -205,11 +206,11 @@ def test_measure(capsys, tmp_path):
     cells = (tmp_path / "cells.jsonl").read_text()
     assert printed(capsys, "plan", "--measure", MODEL, str(text), "--context", "2k", "--quality", "1e-9", "--window",
                    "200", "--windows", "1", "--out", str(tmp_path), "--quiet")[0] == 3  # fmt: skip
-    assert (tmp_path / "cells.jsonl").read_text() == cells  # what was measured is not measured again
+    assert (tmp_path / "cells.jsonl").read_text() == cells  # existing measurements are not repeated
 
 
 def test_measure_with_a_calibration(tmp_path):
-    """Every strategy has it; K and V of a layer go down apart; what is chosen opens a cache."""
+    """All strategies use it; K and V of a layer are demoted separately; the choice opens a cache."""
     from transformers import AutoConfig
 
     from kvcompress import KVCache

@@ -1,4 +1,4 @@
-"""The meter itself: zero where nothing is lost, large where something is broken, equal to plain implementations."""
+"""The evaluation itself: zero if nothing is lost, large if something is broken, equal to plain implementations."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def test_raw_loses_nothing(shipped):
 
 
 def double_scales(cache):
-    """Every scale of every sealed int8 page becomes twice what it was."""
+    """Doubles every scale of every sealed int8 page."""
     for layer in cache.layers:
         store = layer.store
         D, P = store.head_dim, store.page_size
@@ -80,7 +80,7 @@ def test_a_broken_cache_is_seen(shipped, monkeypatch):
 
 
 def plain_perplexity(model, ids, context, scored, chunk):
-    """exp of the mean loss of the text after the context, in the plainest way there is."""
+    """exp of the mean loss of the text after the context, as simply as possible."""
     cache, total = DynamicCache(config=model.config), 0.0
     with torch.no_grad():
         model(ids[:, :context], past_key_values=cache)
@@ -129,7 +129,7 @@ def test_attention_comes_back():
 
 @pytest.mark.parametrize("strategy", ["quanto:4", "quanto:2", "hqq:8", "hqq:4", "hf-fp8"])
 def test_transformers_own_quantized_caches(strategy):
-    """Where installed they are measured by the same code, and lose something: their first call returns raw K/V."""
+    """If installed, they are measured by the same code and lose quality; their first call returns raw K/V."""
     if strategy != "hf-fp8":
         pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[strategy.split(":")[0]])
     model, ids = models.model("llama", 64), models.ids(1, 401)
@@ -153,7 +153,7 @@ def test_held_bytes_of_a_dynamic_cache():
 
 
 def by_hand(x, scheme):
-    """Rounds a float64 vector that shares one scale."""
+    """Quantizes a float64 vector with one scale."""
     bits = 8 if scheme.startswith("fp8") else int(scheme[3])
     if scheme.endswith("_asym"):
         low, step = x.min(), (x.max() - x.min()) / (2**bits - 1)
@@ -186,7 +186,7 @@ def test_fake_quantize(scheme, granularity):
     for where in groups:
         want[where] = by_hand(y[where].ravel(), scheme).reshape(y[where].shape)
     off = np.abs(got.numpy() - want)
-    # Scales are fp16: values differ by 2^-11 of the largest, and what is near a tie may fall the other way.
+    # Scales are fp16: values differ by 2^-11 of the largest, and near-ties may round the other way.
     step = np.abs(y).max() / {"fp8_e4m3": 14, "fp8_e5m2": 7}.get(scheme, 2.0 ** (made.grain.bits - 2))
     assert np.mean(off > 2.0**-10 * np.abs(y).max()) < 2e-2 and off.max() <= step
     assert made.scales.numel() == len(groups) and (made.zeros is not None) == scheme.endswith("_asym")
@@ -225,7 +225,7 @@ def test_every_answer_is_in_the_context(task):
         asked, said = "".join(map(chr, question)), "".join(map(chr, answer))
         if task in ("recall", "induction"):
             assert asked.removeprefix("; ") + said in text
-        elif task == "tracking":  # the question names the second owner; two facts lead to the answer
+        elif task == "tracking":  # the question names the second owner; two facts are needed for the answer
             second = asked.split()[0]
             first = text.split(f" {second} took the box of ")[1].split(".")[0]
             assert f"The box of {first} holds{said}." in text
@@ -245,7 +245,7 @@ def test_tasks_refuse_what_does_not_fit():
 
 
 def test_a_model_that_copies_is_right_and_one_without_memory_is_not(monkeypatch):
-    """The meter on a made-up model: it continues as the context did after the same last four tokens."""
+    """The evaluation of a synthetic model that repeats what followed the same last four tokens in the context."""
     sample = tasks.make("passkey", words, words("abcdefgh" * 60), 400, 1)
 
     def copies(model, ids, cache, keep):
@@ -332,7 +332,7 @@ def test_window_starts_cover_and_stay_inside():
 
 
 def test_bootstrap_covers():
-    """About 95 of 100 intervals hold the true mean (binomial: 88 to 99 but once in 10,000)."""
+    """About 95 of 100 intervals contain the true mean (binomial: 88 to 99 except once in 10,000)."""
     from kvcompress.tools.evaluation.report import bootstrap
 
     r = np.random.default_rng(0)
@@ -385,7 +385,7 @@ kvcompress.evaluate(models.model("llama"), models.ids(1, 600)[0], ["int8", "int4
 
 @pytest.mark.full  # three processes that load a model
 def test_killed_it_goes_on(tmp_path):
-    """kill -9 in the middle; the next run keeps what was finished, computes the rest once, and ends the same."""
+    """kill -9 in the middle; the next run keeps finished cells, computes the rest once, and gives the same result."""
     cells = tmp_path / "cells.jsonl"
 
     def start():
@@ -413,7 +413,7 @@ def test_killed_it_goes_on(tmp_path):
 
 
 def test_kvcache_is_what_is_measured():
-    """No stand-in: the strategy opens the cache that users get."""
+    """No substitute: the strategy opens the cache that users get."""
     cache = caches.open_cache(models.model("llama"), Strategy("int8/int4+sinks:2+residual_length:64"))
     assert isinstance(cache, KVCache) and (cache.key, cache.value) == ("int8", "int4")
     found, _ = suite.usable(models.model("llama"), ["dynamic", "int8", "int8+sinks:4"], False)

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py without a GPU: steps that are stubs."""
+"""benchmarks/gpu.py without a GPU: its steps are stubs."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def run(out, *options, steps=STEPS):
 
 
 def test_runs_add_up(tmp_path):
-    """What one run left stays beside what the next brings; a step that is run again is replaced."""
+    """Results of an earlier run are kept next to those of the next; repeated steps are replaced."""
     code, found = run(tmp_path, "--only", "one,where")
     assert code == 0 and [x["state"] for x in found.values()] == ["passed"] * 2
     assert (found["one"]["passed"], found["one"]["skipped"]) == (3, 1)
@@ -53,7 +53,7 @@ def test_each_step_is_kept_as_soon_as_it_is_done(tmp_path):
 
 @pytest.fixture
 def limit():
-    """Seconds in which a process of Python begins, whatever else runs here."""
+    """Seconds in which a Python process starts, whatever else runs on the machine."""
     start = time.time()
     subprocess.run([sys.executable, "-c", "import subprocess, pathlib"], check=True)
     return round(2 + 5 * (time.time() - start))
@@ -87,7 +87,7 @@ def test_what_a_cut_step_started_ends_too(tmp_path, limit):
 
 
 def test_a_step_that_shows_nothing_has_not_passed(tmp_path):
-    """A profile without a kernel, tests of which none ran."""
+    """A profile without kernels, or a test run without tests."""
     none = gpu.Step("", lambda args: [*gpu.PYTEST, "--collect-only", "tests/tools/test_gpu_script.py"])
     steps = {"profile": step("print('==ERROR== no counters')", rows=gpu.ncu_rows), "tests": none}
     code, found = run(tmp_path, steps=steps)
@@ -108,7 +108,7 @@ def test_a_missing_tool_and_too_little_time(tmp_path, capsys):
 
 
 def test_a_rehearsal_runs_what_the_host_can(tmp_path):
-    """In a file of its own; and what was built elsewhere is taken, nvcc or not."""
+    """It writes to a separate file; a library that was built elsewhere is used, with or without nvcc."""
     device = step("import os; print(os.environ['KVCOMPRESS_TEST_DEVICE'])")._replace(environment=gpu.on_gpu)
     code = gpu.main(["--rehearse", "--out", str(tmp_path)], {"a": device._replace(host=True), "b": device})
     found = json.loads((tmp_path / "rehearsal.json").read_text())["steps"]

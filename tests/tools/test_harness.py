@@ -1,4 +1,4 @@
-"""Others' programs through patch_generate, as the examples run them: lm-evaluation-harness, TRL."""
+"""Third-party programs through patch_generate, as in the examples: lm-evaluation-harness, TRL."""
 
 import os
 import subprocess

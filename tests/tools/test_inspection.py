@@ -1,4 +1,4 @@
-"""inspect and inject_outliers against plain computations on random models."""
+"""inspect and inject_outliers compared with plain computations on random models."""
 
 import copy
 
@@ -15,7 +15,7 @@ from kvcompress.tools.evaluation import inject_outliers, inspection
 def fresh(name):
     """A copy of the shared random model, for tests that change weights."""
     model = copy.deepcopy(models.model(name))
-    model.set_attn_implementation("eager")  # whatever another test has chosen for the shared one
+    model.set_attn_implementation("eager")  # another test may have changed the shared one
     return model
 
 
@@ -40,7 +40,7 @@ def test_inspect_against_plain_sums(name):
         weights = out.attentions[layer][0, :, -40:].double().mean(1)  # [Hq, n]
         assert found.layers[layer]["first_attention"] == pytest.approx(weights[:, 0].mean().item(), rel=1e-4)
         assert found.layers[layer]["first_attention_max"] == pytest.approx(weights[:, 0].max().item(), rel=1e-4)
-    # RoPE turns pairs: the length of a pair before and after is the same, so heads keep their mean length.
+    # RoPE rotates pairs and keeps their length, so heads keep their mean norm.
     for head in range(2):
         assert rows[0, head, "k_pre"]["norm"] == pytest.approx(rows[0, head, "k"]["norm"], rel=1e-5)
         assert rows[0, head, "k_pre"]["absmax"] != rows[0, head, "k"]["absmax"]
@@ -48,7 +48,7 @@ def test_inspect_against_plain_sums(name):
 
 
 def test_inspect_leaves_the_model_as_it_was():
-    """Dropout is off meanwhile; another part of the model keeps its attention."""
+    """Dropout is off during the measurement; other parts of the model keep their attention."""
     model, ids = copy.deepcopy(family("vlm")), models.ids(1, 200, seed=3)[0] % 90
     model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
     want = kvcompress.inspect(model, ids, tokens=200, queries=40)
@@ -66,7 +66,7 @@ def test_inspect_leaves_the_model_as_it_was():
 
 
 def test_inspect_latents_against_plain_sums(tmp_path):
-    """DeepSeek-V3: latents and rotary parts as transformers caches them; before RoPE as the projection gives them."""
+    """DeepSeek-V3: latents and rotary parts as transformers caches them; before RoPE as the projection returns them."""
     model, ids = copy.deepcopy(family("deepseek_v3")), models.ids(1, 120)
     model.set_attn_implementation("eager")
     found, cache, projected = kvcompress.inspect(model, ids[0], queries=20), DynamicCache(config=model.config), []
@@ -126,7 +126,7 @@ def test_outliers_change_keys_and_nothing_else(name):
 
 
 def test_outliers_hurt_what_has_one_scale():
-    """What they are for: one scale a tensor loses far more than it did, a scale a channel does not."""
+    """The purpose of injection: one scale per tensor loses far more, a scale per channel does not."""
     ids = models.ids(1, 500)[0]
     settings = {"context": 200, "scored": 32, "windows": 2, "cost": False, "progress": False}
     strategies = ["fake:int4@tensor", "fake:int4@channel"]

@@ -1,4 +1,4 @@
-"""Memory is really saved, at the peak too."""
+"""Memory is saved, including the peak."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""kvcompress.tools.plan: figures equal hand arithmetic; configs equal transformers' own; what fits, and why."""
+"""kvcompress.tools.plan: sizes equal hand calculations; configs equal those of transformers; what fits, and why."""
 
 import json
 import math
@@ -24,11 +24,11 @@ import errata  # noqa: E402
 def test_the_formula_by_hand():
     seventy = plan.read("llama-3-70b")
     assert plan.formula(seventy, 131_072) == 2 * 80 * 8 * 128 * 131_072 * 2 == 42_949_672_960
-    assert plan.formula(seventy, 4096) == 1_342_177_280  # a request that tutorials put at 0.33 GB
-    assert plan.formula(seventy, 32_768, batch=200) == 2_147_483_648_000  # not 1,720 GB, and GQA is in it
+    assert plan.formula(seventy, 4096) == 1_342_177_280  # a request for which tutorials give 0.33 GB
+    assert plan.formula(seventy, 32_768, batch=200) == 2_147_483_648_000  # not 1,720 GB: that ignores GQA
     assert plan.formula(seventy.with_attention("MHA"), 32_768, 200) == 17_179_869_184_000
     assert plan.formula(plan.read("llama-2-7b"), 4096) == 2 * 32 * 32 * 128 * 4096 * 2 == 2 * 2**30
-    # GPT-OSS: the windows of half of the layers are what the plain formula forgets
+    # GPT-OSS: half of the layers have windows, which the plain formula ignores
     oss = plan.read("gpt-oss-120b")
     assert plan.formula(oss, 131_072) == 2 * 36 * 8 * 64 * 131_072 * 2
     assert plan.formula(oss, 131_072, windows=True) == 2 * 18 * 8 * 64 * (131_072 + 128) * 2
@@ -56,7 +56,7 @@ def test_units():
             units.read_bytes(bad)
     with pytest.raises(ValueError, match="gpu: expected an amount with its unit, such as 80GB"):
         units.read_device("h1000")
-    for bare in ("80", 80, "80B"):  # GB, who asks means
+    for bare in ("80", 80, "80B"):  # means GB
         with pytest.raises(ValueError, match="gpu: expected an amount with its unit, such as 80GB"):
             units.read_device(bare)
     with pytest.raises(ValueError, match="context: expected tokens"):
@@ -207,7 +207,7 @@ def test_recommendations_come_from_what_was_measured():
 
 
 def test_recommendations_for_latents_come_from_the_latent_model():
-    """Its figures, not those of heads of K and V; formats whose bytes are the same are one rung."""
+    """The results of the latent model, not of K and V heads; formats of equal size are one choice."""
     rows = evidence.measured()["latents"]
     for quality, limit in choices.FLOORS.items():
         found = plan.recommend(plan.read("deepseek-v3"), 16_384, quality=quality)
@@ -217,7 +217,7 @@ def test_recommendations_for_latents_come_from_the_latent_model():
 
 
 def test_an_indexer_bounds_what_is_recommended():
-    """GLM-5 attends to all of 2,048 slots: beyond them there is nothing to compress, and the report says so."""
+    """GLM-5 attends to all of 2,048 slots: beyond them there is nothing to compress, as the report says."""
     glm = plan.read("glm-5")
     assert plan.recommend(glm, 2048)[0].strategy == "int4"
     assert plan.recommend(glm, 2049)[0].strategy == "raw"
@@ -237,7 +237,7 @@ def test_what_is_recommended_opens_as_a_cache(workload):
 
 
 def test_measured_json_is_current():
-    """What ships is what the benchmarks wrote (`make docs`)."""
+    """The shipped file is what the benchmarks wrote (`make docs`)."""
     assert evidence.measured() == json.loads(json.dumps(evidence.condense(ROOT / "benchmarks" / "results")))
 
 

@@ -1,4 +1,4 @@
-"""kvcompress.tools.plan.size against the bytes that real caches hold, part by part."""
+"""kvcompress.tools.plan.size compared with the bytes of real caches, part by part."""
 
 import copy
 
@@ -27,7 +27,7 @@ def llama(layers, heads, dim, dtype="bfloat16"):
 
 
 def filled(config, tokens, prompt, batch=1, **options):
-    """A KVCache that took `prompt` tokens at once and the others one by one, as a model's forward passes do."""
+    """A KVCache that got `prompt` tokens at once and the others one by one, as from a model's forward passes."""
     cache, shape = KVCache(config, **options), read(config)
     dtype = torch.float32 if shape.element == 4 else torch.bfloat16
     for T in [prompt] + [1] * (tokens - prompt):
@@ -61,8 +61,8 @@ def test_exact_to_the_byte(case):
 
 
 def test_latents_with_an_indexer():
-    """DeepSeek-V3.2: pages of latents up to index_topk slots; beyond them transformers' own layers, with each token's
-    latent, rotary part and the indexer's key."""
+    """DeepSeek-V3.2: pages of latents up to index_topk slots; beyond them transformers' layers, with each token's
+    latent, rotary part and indexer key."""
     config = DeepseekV32Config(
         vocab_size=96, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, q_lora_rank=32,
         num_key_value_heads=4, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
@@ -175,7 +175,7 @@ def test_a_budget_bounds_pages_and_tables(policy):
 
 
 def test_a_shared_prefix_of_real_copies():
-    """Bytes of the one pool that copies of a cache share, and of all their tables."""
+    """Bytes of the pool shared by copies of a cache, and of all their tables."""
     config, prefix, tokens, requests = llama(2, 8, 128), 1000, 1500, 4
     shape = read(config)
 
@@ -190,7 +190,8 @@ def test_a_shared_prefix_of_real_copies():
         append(one, tokens - prefix)
     held = base.pool.stats()["resident"] + sum(c.stats()["parts"]["tables"] for c in copies)
     once, apart = shared_prefix(shape, "int8", tokens, prefix, requests)
-    assert abs(once - held) <= 0.05 * held and apart > 1.6 * held  # pages are exact, freed ones that wait are not
+    # pages are exact; freed pages that stay resident are not counted
+    assert abs(once - held) <= 0.05 * held and apart > 1.6 * held
 
 
 def test_mistakes():

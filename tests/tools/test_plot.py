@@ -1,4 +1,4 @@
-"""Pictures and HTML: they show what the cache holds. That they can be read was looked at by eye."""
+"""Plots and HTML show the contents of the cache. Readability was checked by eye."""
 
 import copy
 import sys
@@ -36,7 +36,8 @@ def test_pictures_of_shipped_figures(kind, tmp_path):
     figure = plot.draw(kind, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
     for axis in figure.axes:
-        assert axis.get_ylabel() and (axis.get_xlabel() or axis.get_xticklabels()[0].get_text())  # names, or a word
+        # tick labels or an axis label
+        assert axis.get_ylabel() and (axis.get_xlabel() or axis.get_xticklabels()[0].get_text())
         assert axis.lines or axis.patches
 
 
@@ -112,7 +113,7 @@ def test_html(model):
     "shapes", [[(4096, 1, 128)], [(S, B, D) for S in (4096, 32768) for B in (1, 8) for D in (64, 128)]]
 )
 def test_the_picture_is_drawn(shapes, tmp_path):
-    """Of a quick run and of a whole one; a backend that took no such shape has no time."""
+    """For a quick run and a full one; a backend that does not support a shape has no time."""
     rows = [
         {"name": name, "S": S, "B": B, "D": D, "T": 1, "us": S * B / 100 + i, "of read": 0.5 + i / 20}
         for S, B, D in shapes

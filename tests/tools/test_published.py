@@ -1,4 +1,4 @@
-"""Published methods as `fake:` strategies, against loops of NumPy in float64 and what the papers' tables say."""
+"""Published methods as `fake:` strategies, compared with NumPy loops in float64 and with the tables of the papers."""
 
 import models
 import numpy as np
@@ -18,13 +18,13 @@ def relative(x, y):
 
 
 def on_range(x, bits):
-    """A float64 vector on 2^bits levels between its ends."""
+    """A float64 vector on 2^bits levels between its extremes."""
     low, step = x.min(), (x.max() - x.min()) / (2**bits - 1)
     return np.rint((x - low) / step) * step + low
 
 
 def close(got, want, x):
-    """But for scales in fp16, and what is near a tie."""
+    """Up to fp16 scales and near-ties."""
     off, span = np.abs(got.numpy() - want), np.abs(x.numpy()).max()
     assert np.mean(off > 2e-3 * span) < 1e-2 and np.abs(want - x.numpy()).max() > 0.01
 
@@ -59,7 +59,7 @@ def test_quarot(bits):
 
 
 def test_turboquant():
-    """Rows near a Gaussian lose what Max's table says of his levels, a little less where the length is kept."""
+    """Rows close to Gaussian have the error of Max's table for his levels, a little less if the norm is kept."""
     for bits, distortion in ((2, 0.1175), (3, 0.03454), (4, 0.009497)):
         got, counted = published.turboquant(bits, True)(X)
         assert relative(X, got) == pytest.approx(distortion, rel=0.15), bits
@@ -71,7 +71,7 @@ def test_turboquant():
 
 @pytest.mark.parametrize("key", [True, False])
 def test_kvarn(key):
-    """Tokens and channels (after the transform) of any size: errors stay what they are without, in proportion."""
+    """Tokens and channels (after the transform) of any magnitude: relative errors are those without it."""
     turn = published.hadamard(64)
     torch.testing.assert_close(turn @ turn.T, torch.eye(64))
     even = torch.randn(1, 2, 256, 64, generator=torch.Generator().manual_seed(6))
@@ -83,13 +83,13 @@ def test_kvarn(key):
     plain, _ = published.kivi(2, key)((even * tokens * channels) @ turn.T)
     assert relative(even, plain @ turn / tokens / channels) > 2 * relative(even, far @ turn / tokens / channels)
     assert counted == (2 + 32 / 128 + 16 / 64 if key else 2 + 32 / 64 + 16 / 128)
-    biased, _ = published.kvarn(2, key)((even + 30 * torch.arange(64).cos()) @ turn.T)  # each turn undoes the other's
+    biased, _ = published.kvarn(2, key)((even + 30 * torch.arange(64).cos()) @ turn.T)  # each rotation undoes the other
     assert bool(biased.isfinite().all())
 
 
 @pytest.mark.parametrize("key", [True, False])
 def test_kvquant(key):
-    """The ends of each channel, or of each token over all heads, are there; what is between has 8 levels."""
+    """The extremes of each channel, or of each token over all heads, are kept; values in between have 8 levels."""
     rounding = published.kvquant(3, key)
     got, counted = rounding(X)
     lines = X.movedim(2, 3).flatten(0, 2) if key else X.transpose(1, 2).flatten(2).flatten(0, 1)
@@ -99,7 +99,7 @@ def test_kvquant(key):
         assert torch.equal(near.gather(1, at), lines.gather(1, at).half().float())
     assert max(len(line.unique()) for line in near) <= 8 + 4 and relative(X, got) < 0.04
     assert counted == pytest.approx(3 + (2 / 256 * 32 if key else 2 / 192 * 32 + 32 / 192), abs=0.1)
-    again, _ = rounding(X[:, :, :64])  # with the same ends of K, and levels
+    again, _ = rounding(X[:, :, :64])  # with the same extremes of K, and levels
     torch.testing.assert_close(again, got[:, :, :64])
 
 
@@ -117,7 +117,7 @@ def test_oscar():
 
 @pytest.mark.parametrize("name", strategy.PUBLISHED)
 def test_every_method_through_a_cache(name):
-    """Full pages are rounded, sinks and the newest page are not, and bits are counted over what is rounded."""
+    """Full pages are rounded, sinks and the newest page are not; bits are counted over the rounded pages."""
     model, ids = models.model("llama"), models.ids(1, 140)
     cache, plain = (caches.open_cache(model, strategy.Strategy(x)) for x in (f"fake:{name}", "dynamic"))
     for c in (cache, plain):
@@ -135,7 +135,7 @@ def test_every_method_through_a_cache(name):
 
 
 def test_in_calibrated_coordinates(tmp_path):
-    """A map and its inverse around the rounding."""
+    """A matrix before and its inverse after the rounding."""
     model, ids = models.model("llama"), models.ids(1, 600)
     made = calibrate.calibrate(model, ids[0], context=512)
     made.save(tmp_path / "a.kvcal")

@@ -1,4 +1,4 @@
-"""Records say when and of which commit they are; those from before that was noted stay readable."""
+"""Records have a date and commit; older ones without them remain readable."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def test_day_and_commit(repository):
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "first")
     record.record("one", "make one", seconds=1.5)
-    record.record("two", "make two", seconds=2.5)  # what the first left is no change
+    record.record("two", "make two", seconds=2.5)  # the file of the first record does not count as a change
     made = json.loads((record.FOLDER / "two.json").read_text())
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", made["date"]) and re.fullmatch("[0-9a-f]{7,}", made["commit"])
     (repository / "source.c").write_text("int x;")

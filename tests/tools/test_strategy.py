@@ -1,4 +1,4 @@
-"""The grammar of strategies: everything that can be written can be read back."""
+"""The grammar of strategies: everything that can be written can be parsed again."""
 
 import json
 
@@ -27,7 +27,7 @@ pairs = st.one_of(names, st.tuples(names, names).filter(lambda x: x[0] != x[1]).
 
 @st.composite
 def spans(draw):
-    """Text of spans: ends that ascend, in tokens or as fractions, the last one open or not."""
+    """Text of spans: ascending ends, in tokens or as fractions, the last one open or not."""
     n = draw(st.integers(1, 4))
     ends = sorted(draw(st.lists(st.integers(1, 99), min_size=n, max_size=n, unique=True)))
     if draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""evaluate: what it takes, and what it leaves behind."""
+"""evaluate: its arguments, and its side effects."""
 
 import copy
 
@@ -14,7 +14,8 @@ SMALL = {"context": 150, "scored": 48, "chunk": 16, "windows": 2, "cost": False,
 
 
 def test_one_strategy_and_a_model_in_training():
-    """A text is one strategy, not its letters; dropout is off meanwhile, and modules are then as they were."""
+    """A string is one strategy, not a list of letters; dropout is off during the evaluation, and modules are
+    restored."""
     model, ids = copy.deepcopy(models.model("llama")), models.ids(1, 400)[0]
     want = kvcompress.evaluate(model, ids, ["int8"], **SMALL).rows
     for layer in model.model.layers:

@@ -1,4 +1,4 @@
-"""Ops on arrays that each end where the next byte kills the process; prints how many calls there were."""
+"""Ops on arrays that each end right before an inaccessible page; prints the number of calls."""
 
 import ctypes
 import mmap
@@ -22,7 +22,7 @@ libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def guarded(x: torch.Tensor) -> torch.Tensor:
-    """A copy whose last byte is the last before memory that must not be touched."""
+    """A copy whose last byte is right before an inaccessible page."""
     if not x.numel():
         return x
     data = x.contiguous().numpy().reshape(-1).view(np.uint8)
@@ -35,7 +35,7 @@ def guarded(x: torch.Tensor) -> torch.Tensor:
 
 
 def attend(key: str, P: int, stored: int, T: int) -> int:
-    """One call, with all arrays guarded and a table no wider than what is used."""
+    """One call, with all arrays guarded and a table no wider than needed."""
     store = Store(key, key, D=64, page_size=P, sinks=0)
     store.step(data(1, 4, 0, 64, 0), data(1, 2, stored, 64, 1), data(1, 2, stored, 64, 2))
     q, k, v = data(1, 4, max(T, 1), 64, 3), data(1, 2, T, 64, 4), data(1, 2, T, 64, 5)

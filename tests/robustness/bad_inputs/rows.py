@@ -1,9 +1,7 @@
-"""The faults that other libraries of this kind had, and the tests here that would find each: file::test.
+"""Faults that similar libraries had, and the tests here that would find each: file::test.
 
-Evidence for each (issues, CVEs): vLLM 1486, 50427, 53982, 45704; flash-attention 1745; onnxruntime 32391;
-llama.cpp 7313; transformers 45510, 48700; LMCache 3388, 5151; CVE-2025-25183, -32434, -46570, -62164; mlx-lm 1109,
-1486; and others.
-"""
+Sources (issues, CVEs): vLLM 1486, 50427, 53982, 45704; flash-attention 1745; onnxruntime 32391; llama.cpp 7313;
+transformers 45510, 48700; LMCache 3388, 5151; CVE-2025-25183, -32434, -46570, -62164; mlx-lm 1109, 1486; and others."""
 
 ROWS = {
     "offsets beyond 2^31 elements": (

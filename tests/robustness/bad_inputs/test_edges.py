@@ -1,4 +1,4 @@
-"""Edges: arrays that end where memory ends, slots that nobody wrote, dims and strides that fit no vector."""
+"""Edge cases: arrays that end at the end of memory, unwritten slots, dims and strides that do not fit vectors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def test_nothing_is_read_past_its_end() -> None:
-    """q, k, v, tables, rows and the arena each end where the next byte kills the process; tables are no wider than what
-    is used; lengths around multiples of a page."""
+    """q, k, v, tables, rows and the arena each end right before an inaccessible page; tables are no wider than needed;
+    lengths around multiples of a page."""
     done = subprocess.run(
         [sys.executable, str(TESTS / "bad_inputs" / "guarded.py")],
         cwd=TESTS,
@@ -29,7 +29,8 @@ def test_nothing_is_read_past_its_end() -> None:
 
 
 def test_new_memory_is_nan_in_every_test() -> None:
-    """What conftest turns on: fresh pages and workspace are NaN, again each time they are taken; nobody reads them."""
+    """Enabled by conftest: new pages and workspace are filled with NaN whenever they are allocated; no test reads
+    them."""
     pool = _C.Pool(8 << 20)
     for _ in range(3):
         at = pool.alloc(1 << 14)
@@ -50,8 +51,8 @@ def test_new_memory_is_nan_in_every_test() -> None:
 @pytest.mark.parametrize("D", [1, 7, 46, 64, 80, 96, 100, 128, 255, 256])
 @pytest.mark.parametrize("key", ["raw", "int8", "int4", "kivi4"])
 def test_odd_dims_and_strides(key: str, D: int) -> None:
-    """Storage that begins at an odd element, tokens and heads apart, one head for all: against dense copies of the
-    same, and float64."""
+    """Storage at an odd element offset, non-contiguous tokens and heads, an expanded head: compared with dense copies
+    and float64."""
     base = torch.randn(1, 2, 50, 2, D + 3)
     k = base[:, :, :, 0, 1 : D + 1]
     v = base.transpose(1, 2)[:, :, :, 1, 3:].transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Every row of `rows.py` has its tests, and they are there."""
+"""The tests named by every row of `rows.py` exist."""
 
 import ast
 from pathlib import Path

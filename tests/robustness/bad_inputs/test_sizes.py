@@ -1,4 +1,4 @@
-"""Sizes: offsets beyond 2^31 elements and 2^32 bytes, in sparse memory; and calls by the thousand that leak nothing."""
+"""Large sizes: offsets beyond 2^31 elements and 2^32 bytes, in sparse memory; and thousands of calls without leaks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from test_ops import INT8, NO_SEALS, NONE, attend_args, paged
 from kvcompress import _C, PagedKV, ops
 
 ROOT = Path(__file__).resolve().parents[3]
-NORESERVE = 0x4000  # Linux's; mmap knows it from Python 3.13 on
+NORESERVE = 0x4000  # Linux only; in mmap since Python 3.13
 
 
 def sparse(size: int) -> np.ndarray:
@@ -31,7 +31,7 @@ def sparse(size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("base", [(1 << 31) - 4096, 1 << 31, (1 << 32) - 8192, (1 << 33) + 64])
 def test_pages_beyond_4_gib(base: int) -> None:
-    """The same pages at the beginning of an arena, and around and far behind 2^31 and 2^32 bytes."""
+    """The same pages at the start of an arena, and around and far beyond 2^31 and 2^32 bytes."""
     torch.manual_seed(0)
     args = attend_args(T=3, B=2)
     want = [x.clone() for x in ops.attend(*[x.clone() if isinstance(x, torch.Tensor) else x for x in args])]
@@ -53,7 +53,7 @@ def test_pages_beyond_4_gib(base: int) -> None:
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_strides_beyond_2_31_elements(name: str) -> None:
-    """Tokens of a call that lie 2^30 elements apart: the third is behind 2^31."""
+    """Tokens of a call are 2^30 elements apart, so the third is beyond 2^31."""
     args = attend_args(T=4)
     want = ops.attend(*[x.clone() if isinstance(x, torch.Tensor) else x for x in args])
     at = "qkv".index(name)
@@ -69,7 +69,7 @@ def test_strides_beyond_2_31_elements(name: str) -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_entries_hold_any_offset(tmp_path: Path) -> None:
-    """The arithmetic of page.h and of the table at 2^31, 2^32, 2^40 and near the most."""
+    """The arithmetic of page.h and of the table at 2^31, 2^32, 2^40 and near the maximum."""
     (tmp_path / "t.c").write_text(r"""
 #include "page.h"
 #include "kvc.h"
@@ -103,7 +103,7 @@ int main(void)
 
 
 def test_errors_leak_nothing() -> None:
-    """Thousands of calls, most of which fail: handles, blocks and memory are what they were."""
+    """Thousands of calls, most of which fail: handles, blocks and memory are unchanged."""
     args, kv = attend_args(T=3, B=2), PagedKV(2, 32, page_size=16)
     x = torch.randn(1, 2, 3, 32)
     bad = [
