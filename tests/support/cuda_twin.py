@@ -1,5 +1,4 @@
-"""The CUDA sources compiled for the host (tests/cuda_host/), and their launchers with the signatures of
-kvcompress.ops.
+"""The CUDA sources compiled for the host (tests/cuda_host/), and launchers with the signatures of kvcompress.ops.
 
 KVCOMPRESS_TWIN_SANITIZE=1 builds with ASan and UBSan (start Python with libasan preloaded). With
 KVCOMPRESS_TEST_DEVICE=cuda the same calls go to kvcompress/libkvcompress_cuda.so and a GPU; tensors are copied there

@@ -19,14 +19,6 @@ from ...hf.modules import attention_modules
 from . import data
 from .report import grid
 
-LEGEND = (
-    "Values of K and V are those of the worst KV head of the layer.\n"
-    "  keys for 90% of attention: fraction of the keys that receive 90% of the attention\n"
-    "  overlap with next layer: Jaccard index of these keys and those of the next layer\n"
-    "  outlier ratio: absmax of the largest channel / median over channels\n"
-    "  offset: norm of the mean row / RMS distance of rows from it"
-)
-
 
 @dataclass
 class Inspection:
@@ -76,8 +68,14 @@ class Inspection:
         return grid(head, lines)
 
     def __str__(self) -> str:
-        head = f"{self.model}: {self.tokens} tokens, attention of the last {self.queries} queries"
-        return f"{head}\n{self.table()}\n{LEGEND}"
+        return (
+            f"{self.model}: {self.tokens} tokens, attention of the last {self.queries} queries\n{self.table()}\n"
+            "Values of K and V are those of the worst KV head of the layer.\n"
+            "  keys for 90% of attention: fraction of the keys that receive 90% of the attention\n"
+            "  overlap with next layer: Jaccard index of these keys and those of the next layer\n"
+            "  outlier ratio: absmax of the largest channel / median over channels\n"
+            "  offset: norm of the mean row / RMS distance of rows from it"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serializable dict, without `channels`."""
