@@ -1,16 +1,15 @@
-"""Attention over paged, quantized K/V against this machine's read bandwidth, torch's SDPA and our own 16-bit pages:
-decode, chunks, accumulated attention, heads of 512, latents (MLA), and the whole step of a layer, all in one run.
+"""Attention over paged, quantized K/V, compared with this machine's read bandwidth, torch's SDPA and our own 16-bit
+pages: decode, chunks, accumulated attention, heads of 512, latents (MLA), and the whole step of a layer, all in one
+run.
 
-Every cold call reads other pages than the one before (over at least 256 MB, on huge pages as a pool of ours has
-them), so no cache helps; with --warm, and in "warm" cells, one copy is read again and again, and nothing between. Cold
-decode calls are interleaved, their arguments made beforehand, with a read test on the same threads right before each:
-median, best, and the fraction of the read bandwidth, both of the first quartile. Cycles are of a core, by token and KV
-head: comparable between machines. A cell runs in a process of its own, because the kernel level and the threads are
-chosen once.
+Every cold call reads other pages than the previous one (over at least 256 MB, on huge pages like a pool's), so caches
+do not help; with --warm, and in "warm" cells, one copy is read repeatedly. Cold decode calls are interleaved, with
+arguments prepared in advance, and each is preceded by a read test on the same threads: median, best, and the fraction
+of the read bandwidth, both of the first quartile. Cycles are per core, token and KV head: comparable between machines.
 
-Writes benchmarks/results/attention/<cpu>.json, where the cells that were run replace those before. A cell whose read
-bandwidth moved by more than 15% between quartiles was disturbed: it is tried again, twice, and not written.
-"""
+Each cell runs in a separate process, because the kernel level and the number of threads are fixed per process. Writes
+benchmarks/results/attention/<cpu>.json; cells that were run replace earlier ones. A cell whose read bandwidth varied by
+more than 15% between quartiles was disturbed: it is repeated up to twice, and otherwise not written."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ import os
 import subprocess
 import sys
 
-os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch's tensors on huge pages: the read kernel, SDPA and the arena alike
+os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch's tensors on huge pages: the read test, SDPA and the arena alike
 
 import torch
 from attention_latent import latent
@@ -48,7 +47,7 @@ NAMED = ("raw", "int8", "fp8_e4m3", "int4", "int4_asym", "int2")
 NONE, NO_SEALS = torch.empty(0), torch.empty(0, 2, dtype=torch.int64)
 H, D = 8, 128
 KEYS = ("what", "S", "B", "G", "isa", "threads")
-# Pairwise over S, B, G, level and threads, and the cells that targets are set for.
+# Pairwise over S, B, G, level and threads, plus the cells with targets.
 CELLS = [
     ("decode", 32768, 1, 4, "best", 2), ("decode", 8192, 1, 4, "best", 2), ("decode", 32768, 1, 8, "best", 2),
     ("decode", 32768, 1, 4, "avx2", 2), ("decode", 8192, 8, 1, "best", 2), ("decode", 8192, 8, 4, "best", 1),
@@ -76,7 +75,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def paged(
     name: str, B: int, G: int, S: int, warm: bool = False, T: int = 1, mass: bool = False, H: int = H, D: int = D
 ):
-    """(call(i): T queries a sequence over copy i of the pages, bytes that it reads)."""
+    """(call(i): T queries per sequence over copy i of the pages, bytes it reads)."""
     code = formats.resolve(name, torch.bfloat16)
     pages = ops.pack(random(1, H, S, D), random(1, H, S, D, seed=1), code, code, 64)
     n, size = S // 64, pages.shape[3]
@@ -100,7 +99,8 @@ def paged(
 
 
 def sdpa(B: int, G: int, S: int, dtype: torch.dtype, warm: bool, folded: bool):
-    """torch's attention on dense K/V; folded: query heads of a group as query rows (what a careful user writes)."""
+    """torch's attention on dense K/V; folded: query heads of a group as query rows, as a careful user would write
+    it."""
     read = 2 * B * H * S * D * dtype.itemsize
     copies = 1 if warm else max(2, -(-COLD // read))
     k, v = (random(1, B, H, S, D, seed=i).to(dtype).repeat(copies, 1, 1, 1, 1) for i in (0, 1))
@@ -130,7 +130,7 @@ def decode(args, S: int, B: int, G: int, names=NAMED, peers: bool = True) -> lis
 
 
 def warm(calls: dict, rounds: int, tokens: int) -> list[dict]:
-    """Calls of one kind in a row, on data that the last of them has read."""
+    """Repeated calls of one kind, on data that the previous one has read."""
     cycles = torch.get_num_threads() * core_ghz() * 1e9 / (tokens * H)
     rows = []
     for name, call in calls.items():
@@ -141,7 +141,7 @@ def warm(calls: dict, rounds: int, tokens: int) -> list[dict]:
 
 def against_reads(calls: dict, read: dict[str, int], rounds: int, tokens: int) -> list[dict]:
     """Rows of cold calls that read `read` bytes each, and of "read" itself."""
-    buffer = torch.arange(COLD // 8)  # zeros nobody wrote are one page, and a host may keep equal pages once
+    buffer = torch.arange(COLD // 8)  # untouched zero pages share one physical page, and a host may merge equal pages
     reader, threads = read_function(), torch.get_num_threads()
     seconds, reads = beside_reads(calls, lambda: reader(buffer), rounds)
     times, cycles = {name: spread(t) for name, t in seconds.items()}, threads * core_ghz() * 1e9 / (tokens * H)
@@ -161,8 +161,8 @@ def against_reads(calls: dict, read: dict[str, int], rounds: int, tokens: int) -
 
 
 def path(args, S: int, B: int, G: int, names=("raw", "int8", "fp8_e4m3", "int4", "int2")) -> list[dict]:
-    """The real path: KVCache.update and the attention function, over layers enough to be cold, whose pages grow by a
-    token a step, and threads that are not bound; beside the bare op on the same pages."""
+    """The real path: KVCache.update and the attention function, over enough layers to be cold, whose pages grow by a
+    token per step, with threads that are not bound; and the op by itself on the same pages."""
     from transformers import LlamaConfig
 
     from kvcompress import KVCache
@@ -205,7 +205,7 @@ def path(args, S: int, B: int, G: int, names=("raw", "int8", "fp8_e4m3", "int4",
 
 
 def any_calibration(config):
-    """Rotations, which cost what measured maps do."""
+    """Random rotations, which cost the same as measured matrices."""
     from kvcompress.hf.save_load import model_hash
     from kvcompress.quantization.calibration import Calibration
 
@@ -215,7 +215,7 @@ def any_calibration(config):
 
 
 def mass(args, S: int, B: int, G: int) -> list[dict]:
-    """What asking for the mass costs a decode step."""
+    """The cost of accumulated attention in a decode step."""
     calls = {}
     for name in ("raw", "int8", "int4"):
         for wanted in (False, True):
@@ -227,7 +227,7 @@ def mass(args, S: int, B: int, G: int) -> list[dict]:
 
 
 def chunk(args, S: int, B: int, G: int, lengths=(512,)) -> list[dict]:
-    """T new tokens behind S stored ones in sealed pages, stored and attended to in one call."""
+    """T new tokens after S tokens in sealed pages, stored and attended to in one call."""
     rows = []
     for T in lengths:
         calls = {}
@@ -258,7 +258,7 @@ def chunk(args, S: int, B: int, G: int, lengths=(512,)) -> list[dict]:
 
 
 def step(args, S: int, B: int, G: int) -> list[dict]:
-    """A layer's step under transformers (update, then the attention function) at S tokens, beside the op alone."""
+    """A layer's step under transformers (update, then the attention function) at S tokens, and the op by itself."""
     import time
 
     from transformers import LlamaConfig
@@ -288,13 +288,14 @@ def step(args, S: int, B: int, G: int) -> list[dict]:
             bare.append(time.perf_counter() - middle)
             whole.append(middle - start)
             if i % 32 == 31:
-                cache.crop(-32)  # a page is never filled
+                cache.crop(-32)  # so that no page fills up
     whole, bare = spread(whole), spread(bare)
     return [{"name": "step", **whole, "op us": 1e3 * bare["ms"], "overhead us": 1e3 * (whole["ms"] - bare["ms"])}]
 
 
 def wide(args, S: int, B: int, G: int) -> list[dict]:
-    """Heads of 512 (Gemma 4's global layers) beside as many bytes of heads of 128: the shares of read bandwidth."""
+    """Heads of 512 (Gemma 4's global layers) and heads of 128 with the same number of bytes: fractions of read
+    bandwidth."""
     calls, read = {}, {}
     for name in ("raw", "int8", "fp8_e4m3", "int4"):
         for heads, dim in ((H, D), (H // 4, 4 * D)):
@@ -387,11 +388,11 @@ def main() -> None:
 
 
 def measured(args: argparse.Namespace, cell: tuple, isa: str) -> dict:
-    """The cell's machine and rows, from a process of its own."""
+    """The machine and rows of a cell, from a separate process."""
     options = ["--rounds", str(args.rounds), *(["--warm"] if args.warm else [])]
     env = {**os.environ, "KVCOMPRESS_ISA": isa, "OMP_NUM_THREADS": str(cell[5])}
     if cell[0] != "path":
-        env["OMP_PROC_BIND"] = "true"  # for the worker alone: it would pin this process to one core, and its children
+        env["OMP_PROC_BIND"] = "true"  # only for the worker: it would pin this process and its children to one core
     done = subprocess.run([sys.executable, __file__, "--worker", json.dumps(cell), *options], stdout=subprocess.PIPE,
                           text=True, env=env, check=True, cwd=HERE)  # fmt: skip
     return json.loads(done.stdout)

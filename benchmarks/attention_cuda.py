@@ -1,12 +1,10 @@
-"""Attention on a GPU: `benchmarks/attention.py --device cuda`. Decode over pages of every tuned format, S x B,
-against the device's own read bandwidth in the same run, torch's SDPA backends and FlexAttention in bf16; appends, mass.
+"""Attention on a GPU: `benchmarks/attention.py --device cuda`.
 
-Calls are captured in CUDA graphs, each over other pages than the one before (four times the L2 in all, or the same
-pages if these are more than eight times the L2), and timed with events, interleaved; medians. Writes
-benchmarks/results/attention-cuda.json.
-
-Long calls of a whole layer (`layer int8 cudnn`: by which kernels) are timed as they come, without graphs.
-"""
+Decode over pages of every tuned format, S x B, compared with the device's read bandwidth in the same run, torch's SDPA
+backends and FlexAttention in bf16; appends, accumulated attention. Calls are captured in CUDA graphs, each over other
+pages than the previous one (four times the L2 in total, or the same pages if these exceed eight times the L2), and
+timed with events, interleaved; medians. Writes benchmarks/results/attention-cuda.json. Long calls of a whole layer
+(`layer int8 cudnn`: by which kernels) are timed without graphs."""
 
 from __future__ import annotations
 
@@ -63,14 +61,14 @@ class Captured:
 
 
 def copies_of(read: int) -> int:
-    """So many copies that little is in L2 when its turn comes again: a single one if that is eight times L2."""
+    """Enough copies that little is in L2 when a copy is used again; a single one if it exceeds eight times L2."""
     L2 = torch.cuda.get_device_properties(0).L2_cache_size
     return 1 if read > 8 * L2 else max(2, -(-4 * L2 // read))
 
 
 def paged(key: str, value: str, B: int, S: int, D: int, T: int = 1, mass: bool = False, new: bool = False):
-    """(call(i), bytes that it reads): T queries a sequence over copy i of S stored tokens. new: a decode step, which
-    also writes a token to an open page of five."""
+    """(call(i), bytes it reads): T queries per sequence over copy i of S stored tokens. new: a decode step, which also
+    writes a token to an open page with five tokens."""
     k_code, v_code = (formats.resolve(name, torch.bfloat16) for name in (key, value))
     x = torch.randn(1, H, S, D, dtype=torch.bfloat16, device="cuda")
     pages = ops.pack(x, x.flip(2), k_code, v_code, PAGE)
@@ -101,7 +99,7 @@ def paged(key: str, value: str, B: int, S: int, D: int, T: int = 1, mass: bool =
 
 
 def append(key: str, B: int, D: int):
-    """(call, bytes): one token a sequence to an open page, nothing attends."""
+    """(call, bytes): one token per sequence to an open page, without attention."""
     raw, code = formats.resolve("raw", torch.bfloat16), formats.resolve(key, torch.bfloat16)
     size = ops.pack(*[torch.zeros(1, 1, PAGE, D, dtype=torch.bfloat16, device="cuda")] * 2, raw, raw, PAGE).shape[3]
     arena = torch.zeros(B * H * size, dtype=torch.uint8, device="cuda")
@@ -137,7 +135,7 @@ def dense(k: torch.Tensor, v: torch.Tensor, backend: SDPBackend | None, T: int =
 
 
 def flashinfer(B: int, S: int, D: int, dtype: torch.dtype):
-    """(call, bytes) of FlashInfer's decode over pages of `dtype`, where it is installed; q is bf16."""
+    """(call, bytes) of FlashInfer's decode over pages of `dtype`, if installed; q is bf16."""
     try:
         from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
     except ImportError as error:
@@ -156,13 +154,13 @@ def flashinfer(B: int, S: int, D: int, dtype: torch.dtype):
 
 
 def bandwidth():
-    """(call, bytes): the largest of a tensor's 32-bit words, which reads it once."""
+    """(call, bytes): the maximum of a tensor's 32-bit words, which reads it once."""
     x = torch.zeros(4 << 30 >> 2, dtype=torch.int32, device="cuda").view(4, -1)
     return lambda i: x[i % 4].max(), x.nbytes // 4
 
 
 def cell(S: int, B: int, D: int, T: int, rounds: int) -> list[dict]:
-    torch._dynamo.reset()  # else FlexAttention is compiled for the first eight shapes alone
+    torch._dynamo.reset()  # otherwise FlexAttention is compiled for the first eight shapes only
     makers = {k if k == v else f"{k}/{v}": functools.partial(paged, k, v, B, S, D, T) for k, v in NAMES}
     makers["read"] = bandwidth
     if T == 1:
@@ -180,7 +178,7 @@ def cell(S: int, B: int, D: int, T: int, rounds: int) -> list[dict]:
         try:
             made[name] = make()
             graphs[name] = Captured(made[name][0])
-        except RuntimeError as error:  # no room, or a backend that does not take the shape: said, not hidden
+        except RuntimeError as error:  # out of memory, or an unsupported shape: recorded
             failed.append({**at, "name": name, "error": str(error).splitlines()[0]})
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
@@ -200,9 +198,9 @@ def cell(S: int, B: int, D: int, T: int, rounds: int) -> list[dict]:
 
 
 def layers(S: int, D: int, T: int, rounds: int) -> list[dict]:
-    """T tokens that come to a layer of S stored ones, another layer each time: by torch's kernels as the layer chooses,
-    by each of them alone, and by ours. `first us` is the host's time for the first call, in which cuDNN makes its
-    plans; all else is between events, and eager."""
+    """T tokens appended to a layer of S stored ones, another layer each time: by torch's kernels as the layer chooses,
+    by each of them alone, and by ours. `first us` is the host time of the first call, in which cuDNN creates its
+    plans; the rest is timed with events, in eager mode."""
     ways = {"torch": (True, True, sdpa.CUDNN_LEAST), "cudnn": (True, False, 0), "flash": (False, True, 0),
             "ours": (False, False, 0)}  # fmt: skip
     q, k, v = (torch.randn(1, h, T, D, dtype=torch.bfloat16, device="cuda") for h in (G * H, H, H))
@@ -241,7 +239,7 @@ def switch(cudnn: bool, flash: bool, least: int) -> None:
 
 
 def life(D: int, T: int = 4096):
-    """call: a layer's other kernels: appends that seal, read-back, an eviction and its choice."""
+    """The layer's other kernels: appends that seal, read-back, an eviction and its choice."""
     ops.pack(*[torch.zeros(1, 1, PAGE, D, dtype=torch.bfloat16, device="cuda")] * 2, 3, 3, PAGE)
     kv = PagedKV(H, D, key="int8", value="int4", sinks=0, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(1, H, T, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -257,7 +255,8 @@ def life(D: int, T: int = 4096):
 
 
 def once(S: int = 32768, B: int = 8, D: int = 128) -> None:
-    """Each call once, its name before it; each begins with the launch that packs its pages (`ncu_rows` in gpu.py)."""
+    """Each call once, after printing its name; each starts with the launch that packs its pages (`ncu_rows` in
+    gpu.py)."""
     made = {f"{k}/{v} B={b}": functools.partial(paged, k, v, b, S, D) for b in (B, 1) for k, v in NAMES}
     made["int8 mass"] = functools.partial(paged, "int8", "int8", B, S, D, mass=True)
     made["int8, 32 tokens"] = functools.partial(paged, "int8", "int8", B, S, D, T=32)
@@ -281,7 +280,7 @@ def main(rounds: int = 30, quick: bool = False, resume: bool = False) -> None:
     result: dict = {**about, "rows": found.get("rows", []), "state": found.get("state", [])}
     done = {(row["S"], row["B"], row["D"], row["T"]) for row in result["rows"]}
     shapes = [(S, B, D, 1) for D in (128, 64) for B in (1, 8, 32) for S in (32768, 4096, 131072)]
-    shapes[2:2] = [(32768, 8, 128, 1), (32768, 1, 128, 2048)]  # what matters first
+    shapes[2:2] = [(32768, 8, 128, 1), (32768, 1, 128, 2048)]  # most important first
     for shape in shapes[:4] if quick else shapes:
         if shape in done:
             continue

@@ -13,9 +13,9 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def latent(args, S: int, B: int, G: int, rank: int = 512, rope: int = 64, nope: int = 128, v: int = 128) -> list[dict]:
-    """A decode step of latent attention, G query heads: the op on pages of latents alone and with W_uk and W_uv, beside
-    transformers' own way (all latents expanded to K and V of all heads, then SDPA), and beside what the vector units
-    can do. GMAC/s: of scores and sums, G * S * (2 * rank + rope)."""
+    """A decode step of latent attention, G query heads: the op on pages of latents, by itself and with W_uk and W_uv;
+    compared with transformers' way (all latents expanded to K and V of all heads, then SDPA), and with the limit of
+    the vector units. GMAC/s: of scores and sums, G * S * (2 * rank + rope)."""
     from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 

@@ -1,9 +1,8 @@
-"""What is lost when tokens go: KL and retrieval against the budget, policy by policy, on the shipped models. Writes
-benchmarks/results/budgets.json (docs, `kvcompress plan` and `kvcompress plot budget` read it). Quality only: it may run
-beside other jobs.
+"""Quality after eviction: KL and retrieval by budget, for every policy, on the shipped models. Writes
+benchmarks/results/budgets.json (read by the docs, `kvcompress plan` and `kvcompress plot budget`). Quality only, so
+other jobs may run at the same time.
 
-    python benchmarks/budgets.py [--windows N] [--samples N] [--context N]
-"""
+    python benchmarks/budgets.py [--windows N] [--samples N] [--context N]"""
 
 from __future__ import annotations
 

@@ -1,17 +1,16 @@
-"""How many sequences an arena holds, and what they yield together. benchmarks/results/capacity.json, docs/capacity.png.
+"""The number of sequences that fit an arena, and their total throughput. benchmarks/results/capacity.json,
+docs/capacity.png.
 
     python benchmarks/capacity.py [--arena MiB] [--tokens N] [--budget N] [--only NAMES]
 
-For each recipe: sequences of N random tokens (prompts in chunks of 256) join until the pool is
-full; then all decode together (kvcompress.Batch, the shipped model, bfloat16), and the last one leaves when a step
-finds no page. `admitted` are those that are there after --steps steps. Beside it what the planner counts (pages of
-a sequence, as `kvcompress plan` does) and what the tutorials' formula says (2 B L H D S bytes). Throughput: tokens a
-second of all sequences, median over steps, by how many decode at once; it binds where twice the sequences yield less
-than 1.15 times as much.
+For each recipe, sequences of N random tokens (prompts in chunks of 256) are added until the pool is full; then all
+decode together (kvcompress.Batch, the shipped model, bfloat16), and the last one leaves when a step finds no page.
+`admitted` is the number left after --steps steps. It is compared with the planner (pages of a sequence, as in
+`kvcompress plan`) and with the tutorials' formula (2 B L H D S bytes).
 
-With `make vllm`, the same inside of vLLM, with its own caches and with ours: requests of N tokens that decode at
-once, and tokens a second of all, by CPU time of one thread.
-"""
+Throughput: tokens per second over all sequences, median over steps, by the number of sequences; it saturates where
+doubling the sequences gives less than 1.15 times as much. With `make vllm`, the same in vLLM, with its own caches and
+ours: requests of N tokens that decode at once, and total tokens per second, by CPU time of one thread."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ COLOURS = {"raw": "#30323d", "fp8_e4m3": "#d1622b", "int8": "#1f6fb2", "int4": "
 
 
 def recipes(budget: int) -> dict[str, tuple[str, Any, float, int]]:
-    """name: (format, policy, bits of an element by its name, tokens that stay; 0: all)."""
+    """name: (format, policy, nominal bits per element, tokens kept; 0: all)."""
     return {
         "raw": ("raw", None, 16, 0),
         "fp8_e4m3": ("fp8_e4m3", None, 8, 0),
@@ -59,7 +58,7 @@ class Arena:
         self.caches: list[KVCache] = []
 
     def admit(self, tokens: int, seed: int) -> bool:
-        """One more sequence; False, and none of it stays, where the pool is full."""
+        """Adds a sequence; returns False, and leaves nothing of it, if the pool is full."""
         cache = KVCache(self.model.config, self.key, policy=self.policy, pool=self.pool)
         ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(seed))
         try:
@@ -72,7 +71,7 @@ class Arena:
         return True
 
     def step(self, n: int) -> float:
-        """Seconds of a step of the first n sequences; MemoryError where one finds no page."""
+        """Seconds of a step of the first n sequences; MemoryError if one finds no page."""
         batch = Batch(self.caches[:n])
         ids = torch.full((1, n), 7)
         start = time.perf_counter()
@@ -84,7 +83,7 @@ class Arena:
         return time.perf_counter() - start
 
     def fill(self, tokens: int, steps: int) -> int:
-        """Admits until nobody fits, and decodes; how many are there in the end."""
+        """Adds sequences until the pool is full, and decodes; returns the number left."""
         while self.admit(tokens, len(self.caches)):
             pass
         for _ in range(steps):
@@ -100,12 +99,12 @@ class Arena:
                 self.caches.pop()
 
     def curve(self, steps: int) -> dict[int, dict[str, float]]:
-        """Throughput by sequences that decode at once."""
+        """Throughput by number of sequences."""
         most = len(self.caches)
         points = sorted({*(2**i for i in range(12) if 2**i < most), most})
         found = {}
         for n in points:
-            for cache in self.caches[:n]:  # every point at the same length
+            for cache in self.caches[:n]:  # all points at the same length
                 if (over := cache.get_seq_length() - self.length) > 0 and self.policy is None:
                     cache.crop(-over)
             self.sure(n)
@@ -117,7 +116,7 @@ class Arena:
 
 
 def binds(curve: dict[int, dict[str, float]]) -> int | None:
-    """Sequences from which twice as many yield less than 1.15 times as much; None if they always yield more."""
+    """The number of sequences from which doubling gives less than 1.15 times as much; None if there is none."""
     for a, b in itertools.pairwise(curve):
         if b == 2 * a and curve[b]["tokens_per_s"] < 1.15 * curve[a]["tokens_per_s"]:
             return a
@@ -147,7 +146,7 @@ def measure(model: Any, name: str, recipe: tuple, options: argparse.Namespace) -
 
 
 def in_vllm(name: str, arena: int, tokens: int, steps: int) -> dict[str, Any]:
-    """Requests that decode at once, and the curve; in a process of its own."""
+    """Requests that decode at once, and the curve; in a separate process."""
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
     from vllm_engine import steps as decode
 
@@ -155,7 +154,7 @@ def in_vllm(name: str, arena: int, tokens: int, steps: int) -> dict[str, Any]:
     engine = llm.llm_engine
     blocks = engine.engine_core.engine_core.scheduler.kv_cache_config
     engine.vllm_config.model_config.max_model_len = tokens + steps + 20
-    usable = 1 - 1 / blocks.num_blocks  # its null block counts too; with one request too many it thrashes
+    usable = 1 - 1 / blocks.num_blocks  # its null block counts, too; with one request too many it thrashes
     fit, found = int(get_max_concurrency_for_kv_cache_config(engine.vllm_config, blocks) * usable), {}
     for n in sorted({*(2**i for i in range(8) if 2**i < fit), fit}):
         _, times, decoded = decode(llm, n, tokens, steps)
@@ -165,7 +164,7 @@ def in_vllm(name: str, arena: int, tokens: int, steps: int) -> dict[str, Any]:
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # vLLM's environment has none
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # vLLM's environment has no matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")

@@ -1,12 +1,11 @@
-"""Where to take the mean of the keys from before they are rotated and rounded: KL of four ways, at 4 and at 2 bits.
+"""Which mean to subtract from the keys before they are rotated and rounded: KL of four variants, at 4 and at 2 bits.
 
     python benchmarks/centring.py [--windows N] [--context N]
 
-K alone is rounded (V stays raw), values only: nothing gets smaller here. page: the mean key of each page of 64, as the
-formats int4 and int2 store it; head: the mean of a head's first 256 keys, kept for good; prerope: a mean before RoPE
-(k_proj.bias where there is one, else the mean of the first 256), turned to each token's position; none: no centring.
-The formats themselves stand beside them: `page` must equal them.
-"""
+Only K is rounded (V stays raw), and values only: nothing is compressed. page: the mean key of each page of 64, as in
+the formats int4 and int2; head: the mean of a head's first 256 keys, kept from then on; prerope: a mean before RoPE
+(k_proj.bias if there is one, otherwise the mean of the first 256), rotated to each token's position; none: no centring.
+The formats themselves are measured, too: `page` must equal them."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from kvcompress.tools.strategy import Strategy
 
 ROOT = Path(__file__).parents[1]
 STEP = {4: 0.33, 2: 1.0}
-OVERHEAD = {"none": 0.0, "page": 16 / 64, "head": 0.0, "prerope": 0.0}  # bits an element of K, beside the gain's
+OVERHEAD = {"none": 0.0, "page": 16 / 64, "head": 0.0, "prerope": 0.0}  # bits per element of K, in addition to the gain
 WAYS = tuple(OVERHEAD)
 
 
@@ -38,7 +37,7 @@ def hadamard(n: int) -> torch.Tensor:
 
 
 def rounded(y: torch.Tensor, bits: int) -> torch.Tensor:
-    """Rows rotated, put on a uniform grid of step c * rms with a least-squares gain, and rotated back."""
+    """Rows rotated, rounded to a uniform grid of step c * rms with a least-squares gain, and rotated back."""
     h, half = hadamard(y.shape[-1]), 2 ** (bits - 1)
     z = y @ h
     rms = z.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-20)
@@ -48,7 +47,7 @@ def rounded(y: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class Layer(FakeQuantLayer):
-    """Rounds the keys of pages that have filled."""
+    """Rounds the keys of full pages."""
 
     def __init__(self, model: PreTrainedModel, index: int, way: str, bits: int) -> None:
         super().__init__((rounding_of("int4@token", True),) * 2, 4, 64, None)
@@ -56,7 +55,7 @@ class Layer(FakeQuantLayer):
         self.mean: torch.Tensor | None = None
 
     def _turned(self, x: torch.Tensor, first: int, sign: float) -> torch.Tensor:
-        """x [B, H, T, D] turned by RoPE to positions first .. (sign 1) or back (-1)."""
+        """x [B, H, T, D] rotated by RoPE to positions first .. (sign 1) or back (-1)."""
         positions = torch.arange(first, first + x.shape[2])[None]
         cos, sin = self.model.model.rotary_emb(x, positions)
         a, b = x.chunk(2, -1)

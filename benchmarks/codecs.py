@@ -1,16 +1,14 @@
-"""Speed of the codecs: dense K/V into sealed pages and back, for every format, against memcpy of the same dense bytes
-and against the same codec in plain torch ops, all in one run.
+"""Speed of the codecs: dense K/V to sealed pages and back, for every format, compared with memcpy of the same dense
+bytes and with the same codec in plain torch ops, all in one run.
 
-append: PagedKV.append of a long prefill, in one call, into a new cache of a pool that keeps memory (keep_bytes).
-read:   PagedKV.dense() of it.
-        Memory is kept between calls for these, for memcpy and for all of torch's; new from the system, page faults in
-        it, for "append new" (a cache with a pool of its own) and "fresh" (the same copy).
-decode: one token a call; what a call costs without and with a page to seal.
+append: PagedKV.append of a long prefill, in one call, to a new cache of a pool that keeps memory (keep_bytes). read:
+PagedKV.dense() of it. For these, memcpy and all of torch's calls, memory is kept between calls; "append new" (a cache
+with its own pool) and "fresh" (the same copy) include page faults of new memory. decode: one token per call; calls
+without and with a page to seal.
 
-GB/s of dense bytes; medians of interleaved calls, memcpy in every round. Threads are bound to their CPUs (else two may
-meet on one, for a scheduler's tick); KVCOMPRESS_ISA chooses the level.
-Writes benchmarks/results/codecs.json.
-"""
+GB/s of dense bytes; medians of interleaved calls, memcpy in every round. Threads are bound to their CPUs (otherwise two
+may share one until the scheduler moves them); KVCOMPRESS_ISA selects the level. Writes
+benchmarks/results/codecs.json."""
 
 from __future__ import annotations
 
@@ -40,14 +38,14 @@ Timed = Callable[[], float]
 
 
 def keep_memory() -> None:
-    """malloc takes no memory by mmap and gives none back, so that only first calls meet page faults."""
+    """Makes malloc neither use mmap nor return memory, so that only first calls have page faults."""
     libc = ctypes.CDLL(None)
     for option, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
         libc.mallopt(option, value)
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of a call; what it gives is dropped after the clock has stopped."""
+    """Seconds of a call; its result is dropped after the clock has stopped."""
     start = time.perf_counter()
     result = call()
     seconds = time.perf_counter() - start
@@ -56,8 +54,8 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def rounds(calls: dict[str, Timed], n: int) -> dict[str, list[float]]:
-    """Each call once to warm up, then all of them in turn, n times; OpenMP's threads, which spin for a while on their
-    cores, get time to fall asleep before a copy, which brings its own."""
+    """Each call once to warm up, then all in turn, n times. Copies, which use their own threads, wait until OpenMP's
+    threads, which spin for a while, have gone to sleep."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(n + 1):
         for name, call in calls.items():
@@ -88,7 +86,7 @@ def row(what: str, name: str, dtype: torch.dtype, seconds: list[float], dense: i
 
 
 def cell(name: str, dtype: torch.dtype, args: argparse.Namespace, copy: Callable) -> list[dict]:
-    """Rows of one format: memcpy, fresh, append, read, torch's quantize and dequantize; or those of a peer."""
+    """Rows of one format: memcpy, fresh, append, read, torch's quantize and dequantize; or those of another library."""
     tokens = args.megabytes * 2**20 // (2 * H * D * dtype.itemsize)
     g = torch.Generator().manual_seed(0)
     both = torch.randn(2, 1, H, tokens, D, generator=g).to(dtype)
@@ -122,7 +120,7 @@ def cell(name: str, dtype: torch.dtype, args: argparse.Namespace, copy: Callable
 
 
 def decode(name: str, dtype: torch.dtype, args: argparse.Namespace) -> dict:
-    """One token a call over some pages: a call without and with a page to seal, and what sealing does in GB/s."""
+    """One token per call over several pages: a call without and with a page to seal, and the sealing speed in GB/s."""
     layer = PagedKV(H, D, key=name, dtype=dtype)
     steps = PAGE * (4 if args.quick else 16)
     k, v = torch.randn(2, 1, H, PAGE + 4 + steps, D).to(dtype)
@@ -154,7 +152,7 @@ def show(rows: list[dict], step: dict) -> None:
 
 
 def show_peer(rows: list[dict], own: list[dict]) -> None:
-    """A peer's rows beside ours, as fractions of the memcpy that each was timed with."""
+    """Rows of another library and ours, as fractions of the memcpy that each was timed with."""
     by = {r["what"]: r for r in own}
     for r in rows:
         if "skipped" in r:
@@ -166,11 +164,11 @@ def show_peer(rows: list[dict], own: list[dict]) -> None:
 
 
 def work(name: str, dtype: str, peer: str | None, args: argparse.Namespace) -> list[dict]:
-    """The rows of one cell, from a process of its own: threads that peers leave behind meet no other cell's."""
+    """The rows of one cell, from a separate process, so that threads of other libraries do not disturb other cells."""
     with tempfile.NamedTemporaryFile() as file:
         options = ["--threads", str(args.threads), "--rounds", str(args.rounds), "--megabytes", str(args.megabytes),
                    *(["--quick"] if args.quick else []), *(["--peer", peer] if peer else [])]  # fmt: skip
-        # Bound threads for the worker alone: bound here, its would share our core.
+        # Bind threads in the worker only: bound here, its threads would share our core.
         command = [sys.executable, __file__, "--formats", name, "--dtypes", dtype, "--worker", file.name, *options]
         subprocess.run(command, check=True, env={**os.environ, "OMP_PROC_BIND": "true"})
         return json.loads(Path(file.name).read_text())

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: the machine's memory bandwidth, interleaved timing, where results go."""
+"""Shared by the benchmarks: the machine's memory bandwidth, interleaved timing, location of results."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import torch
 from kvcompress import _C
 
 HERE = Path(__file__).parent
-COLD = 256 << 20  # bytes that data is rotated over, so that no cache helps
+COLD = 256 << 20  # amount of data to cycle through, so that caches do not help
 
 
 def _native(name: str) -> ctypes.CDLL:
-    """<name>.c of this folder, built for this machine."""
+    """<name>.c of this folder, compiled for this machine."""
     library = Path(tempfile.mkdtemp()) / f"{name}.so"
     subprocess.run(["cc", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", str(HERE / f"{name}.c"), "-o",
                     str(library)], check=True)  # fmt: skip
@@ -31,7 +31,7 @@ def _native(name: str) -> ctypes.CDLL:
 
 
 def read_function() -> Callable[[torch.Tensor], int]:
-    """Reads a tensor's bytes with torch's threads (read_bandwidth.c)."""
+    """Function that reads a tensor's bytes with torch's threads (read_bandwidth.c)."""
     function = _native("read_bandwidth").read_all
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_int64
     torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
@@ -47,7 +47,7 @@ def core_ghz() -> float:
 
 
 def multiply_adds_function() -> Callable[[bool, int], float]:
-    """Multiply-adds a second of n threads, in bf16 or in 8-bit integers (multiply_adds.c)."""
+    """Multiply-adds per second of n threads, in bf16 or in 8-bit integers (multiply_adds.c)."""
     function = _native("multiply_adds").multiply_adds
     function.argtypes, function.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_double
     return lambda halves, threads: function(int(halves), threads)
@@ -61,7 +61,7 @@ def copy_function() -> Callable[[torch.Tensor, torch.Tensor, int], None]:
 
 
 def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, in turn for `rounds` rounds; call i of a round gets its number."""
+    """Seconds of each call, called in turn for `rounds` rounds; calls get the number of the round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for name in calls:
         calls[name](0)
@@ -74,8 +74,8 @@ def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[s
 
 
 def beside_reads(calls: dict[str, Callable[[int], object]], read: Callable[[], object], rounds: int):
-    """As `interleave`, with a read test right before every call: (seconds of each call, of the reads before it). It
-    runs on the threads of the call, which are awake then, as they are behind a model's projections."""
+    """Like `interleave`, with a read test right before every call: (seconds of each call, of the reads before it). The
+    read test uses the threads of the call, which are then awake, as they are after a model's projections."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     reads: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -96,7 +96,8 @@ def quartile(seconds: list[float], which: int = 1) -> float:
 
 
 def disturbed(reads: list[float]) -> bool:
-    """Did the bandwidth move by more than 15% between quartiles? Then somebody else used the memory."""
+    """Whether the bandwidth varied by more than 15% between quartiles, which means that other processes used the
+    memory."""
     return quartile(reads, 3) / quartile(reads, 1) > 1.15
 
 
@@ -111,7 +112,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 def _cpu_info(*keys: str) -> str | None:
-    """The first line of /proc/cpuinfo that one of `keys` names."""
+    """The first line of /proc/cpuinfo with one of `keys`."""
     pairs = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
     return next((value.strip() for key, _, value in pairs if key.strip() in keys), None)
 
@@ -123,14 +124,14 @@ def machine() -> dict[str, object]:
 
 
 def machine_name() -> str:
-    """A file's name for results of this kind of CPU."""
+    """File name for results of this CPU model."""
     found = machine()
-    model = f" model {found['model']}" if found["family"] == "6" else ""  # Intel's for twenty years
+    model = f" model {found['model']}" if found["family"] == "6" else ""  # the family of Intel's CPUs for twenty years
     return re.sub(r"[^a-z0-9]+", "-", f"{found['cpu']} family {found['family']}{model}".lower()).strip("-")
 
 
 def results() -> Path:
-    """Where results go: benchmarks/results, or $KVCOMPRESS_RESULTS."""
+    """Folder of results: benchmarks/results, or $KVCOMPRESS_RESULTS."""
     return Path(os.environ.get("KVCOMPRESS_RESULTS") or HERE / "results")
 
 

@@ -1,10 +1,9 @@
-"""A compiled decode step against an eager one. benchmarks/results/compile.json.
+"""A compiled decode step compared with an eager one. benchmarks/results/compile.json.
 
     python benchmarks/compile.py [--threads N]
 
-One token at a time after 1,024 tokens, on the shipped model in fp32: DynamicCache and StaticCache, and ours,
-eager and under torch.compile(fullgraph=True) with inductor. Medians of 64 steps, the caches taking turns.
-"""
+One token at a time after 1,024 tokens, on the shipped model in fp32: DynamicCache and StaticCache, and ours, eager and
+with torch.compile(fullgraph=True) and inductor. Medians of 64 steps, with interleaved caches."""
 
 from __future__ import annotations
 

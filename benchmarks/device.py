@@ -1,4 +1,4 @@
-"""The GPU at hand as nvidia-smi sees it: name, driver, clocks. Needs neither torch nor the built package."""
+"""The GPU as reported by nvidia-smi: name, driver, clocks. Needs neither torch nor the built package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FIELDS = ("name", "compute_cap", "driver_version", "clocks.sm", "clocks.mem", "c
 
 
 def state() -> dict[str, str]:
-    """{field: value} of the first GPU, now; {"missing": why} without one. Nothing is set: clocks stay as they are."""
+    """{field: value} of the first GPU; {"missing": reason} without one. Nothing is changed, including clocks."""
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -1,11 +1,10 @@
-"""What policies cost: a decode step at 2,048 kept tokens, and an eviction; one layer, 32/8 heads of 128, bf16 model.
+"""Cost of policies: a decode step at 2,048 kept tokens, and an eviction; one layer, 32/8 heads of 128, bf16 model.
 
     python benchmarks/eviction.py [--key int8] [--threads 1] [--rounds 5]
 
-Ratios to steps without a policy at the same lengths (2,048 to 2,112 tokens, one page sealed) of the same round: medians
-over rounds, with the lowest and highest. "step": the median step; "all": the mean of the 64 steps from eviction to
-eviction, of each its median over four times.
-"""
+Ratios to steps without a policy at the same lengths (2,048 to 2,112 tokens, one page sealed) in the same round: medians
+over rounds, with minimum and maximum. "step": the median step; "all": the mean of the 64 steps between evictions, each
+the median of four repetitions."""
 
 from __future__ import annotations
 
@@ -38,12 +37,12 @@ def filled(policy: Policy | None, key: str, tokens: int) -> PagedKV:
 
 
 def measure(policy: Policy | None, key: str, pages: int) -> tuple[list[float], list[float]]:
-    """(seconds of each step while so many pages fill, of each eviction among them)."""
+    """(seconds of each step while this many pages fill, of each eviction among them)."""
     times: list[float] = []
     evictions: list[float] = []
     q, k, v = (torch.randn(1, h, 1, D).bfloat16() for h in (HQ, H, H))
     kv = filled(policy, key, 2 * KEPT)
-    for page in range(-1, pages):  # the first one warms up
+    for page in range(-1, pages):  # the first one is a warm-up
         if policy is None:
             kv = filled(None, key, KEPT)
         elif page == 0:
@@ -56,7 +55,7 @@ def measure(policy: Policy | None, key: str, pages: int) -> tuple[list[float], l
 
 
 def time_evictions(kv: PagedKV, found: list[float]) -> None:
-    """The seconds of each eviction go to `found`."""
+    """Appends the seconds of each eviction to `found`."""
     assert kv.eviction is not None
     run = kv.eviction.evict_over_budget
 

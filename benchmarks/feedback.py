@@ -1,11 +1,11 @@
-"""What rounding costs a calibrated row in the metric of what reads it, codes nearest or fed back, by how its axes are
-scaled: shares of a rotated row's cost without calibration. By torch, as int4_lloyd and int3 write rows; prints a table.
+"""Rounding error of calibrated rows, weighted by the metric of their use, with codes rounded to nearest or with error
+feedback, by the scaling of the axes; as a fraction of a rotated row's error without calibration. In torch, as
+int4_lloyd and int3 encode rows; prints a table.
 
     python benchmarks/feedback.py [--model NAME] [--layers 0 2 4] [--pages 6] [--gain keep | fit | step]
 
-Axes are scaled by deviation^-s (`kvcompress.quantization.calibration`); calibrated as few_bits.py is, measured on a
-book. --gain: of fed back rows; "keep" is what is stored, "fit" least squares in the metric, "step" none.
-"""
+Axes are scaled by deviation^-s (`kvcompress.quantization.calibration`); calibrated as in few_bits.py, measured on a
+book. --gain: of rows with feedback; "keep" is the stored one, "fit" least squares in the metric, "step" none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARES = (0.5, 0.625, 0.75, 1.0)
 
 
 def fed_back(z: Tensor, costs: Tensor, bits: int, gain: str) -> Tensor:
-    """Rotated rows z [H, N, D], as `append` with feedback writes them."""
+    """Rotated rows z [H, N, D], as `append` with feedback encodes them."""
     D, rms = z.shape[-1], z.square().mean(-1, keepdim=True).sqrt()
     fits = []
     for step in STEPS["3 steps"]:
@@ -49,7 +49,7 @@ def fed_back(z: Tensor, costs: Tensor, bits: int, gain: str) -> Tensor:
 
 
 def costs_of(x: Tensor, known: dict[str, Any], metric: Tensor, bits: int, gain: str) -> dict[str, Tensor]:
-    """Of rows x [H, N, D] the cost in `metric` of each way, [H]."""
+    """The error in `metric` of each variant for rows x [H, N, D], [H]."""
     D, found = x.shape[2], {}
 
     def cost(near: Tensor) -> Tensor:

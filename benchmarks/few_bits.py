@@ -40,7 +40,8 @@ TEXTS = {"wikitext2": "wikitext2-test.txt", "book": "book.txt"}
 CALIBRATION = ("wikitext2-valid.txt", "story.txt")
 CONTEXT, SCORED, PAGE = 2048, 128, 64
 LLOYD = torch.tensor([6, 18, 31, 44, 58, 75, 96, 127]) / 47.0
-STEP = (0, 1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)  # Max 1960, table II: a Gaussian's best
+# Max 1960, table II: the optimum for a Gaussian
+STEP = (0, 1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 ERROR = (1, 0.3634, 0.1188, 0.0374, 0.01154, 0.00349, 0.00104, 0.000304, 0.000088)
 STEPS = {"3 steps": (1, 0.875, 1.125), "9 steps": tuple(0.8 + 0.05 * i for i in range(9))}
 GROUPS = {"16 axes of 0, 2, 4, 8": (16, (0, 2, 4, 8)), "8 axes of 0, 2, 4, 8": (8, (0, 2, 4, 8)),
@@ -49,7 +50,7 @@ WAYS = ("int4", "format", *STEPS, "V less its page's mean", "V less the head's m
 
 
 def levels(bits: int) -> Tensor:
-    """Of a row of rms 1."""
+    """Levels for a row of rms 1."""
     if bits == 4:
         return torch.cat([-LLOYD.flip(0), LLOYD])
     return (torch.arange(2**bits) - (2**bits - 1) / 2) * STEP[bits]
@@ -119,7 +120,7 @@ def rounding(bits: int, way: str, key: bool, known: dict[str, Any]) -> Rounding:
 
 
 def known_of(model: PreTrainedModel, tokenizer: Any) -> list[list[dict[str, Any]]]:
-    """For each layer what a calibration on other texts knows of K and of V."""
+    """For each layer, what a calibration on other texts gives for K and V."""
     ids = [load_ids(ROOT / "assets/text" / file, tokenizer, vocabulary(model)) for file in CALIBRATION]
     maps: Calibration = calibrate(model, ids, tokens=sum(map(len, ids)))
 
@@ -134,7 +135,7 @@ def known_of(model: PreTrainedModel, tokenizer: Any) -> list[list[dict[str, Any]
 
 
 def windows_of(model: PreTrainedModel, tokenizer: Any, count: int) -> list[tuple[str, Tensor, Any]]:
-    """(text, tokens, logits as they are without rounding)."""
+    """(text, tokens, logits without rounding)."""
     found = []
     for label, file in TEXTS.items():
         ids, bos = load_ids(ROOT / "assets/text" / file, tokenizer, vocabulary(model)), bos_of(model, tokenizer)

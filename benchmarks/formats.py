@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 MODELS = ("books-tiny", "books-tiny-bias", "books-tiny-sinks", "books-tiny-gqa8")
 TEXTS = {"wikitext2": "wikitext2-test.txt", "book": "book.txt"}
 PAIRS = ("int8/int4", "fp8_e4m3/int4", "int4/int2", "int8/kivi2", "kivi4/int4", "int4+guard", "int2+guard")
-ONE_SIDE = ("int8", "fp8_e4m3", "int4", "int4_token", "nvfp4", "int2", "kivi2")  # each as K alone, as V alone
+ONE_SIDE = ("int8", "fp8_e4m3", "int4", "int4_token", "nvfp4", "int2", "kivi2")  # each for K only, and for V only
 MIXED = ("int4+spans:int8@0.2,int4", "int4+residual_length:128")
 BY_CHANNEL = ("quanto:4+axis_key:-1", "quanto:2+axis_key:-1")  # keys as KIVI has them
 HQQ_ROWS = ("hqq:4+axis_key:0+axis_value:0", "hqq:2+axis_key:0+axis_value:0")
@@ -45,7 +45,7 @@ PEERS = ("quanto:4", "quanto:2", "hqq:8", "hqq:4", "hqq:2", "hf-fp8", *BY_CHANNE
 OUTLIERS = (0, 8)
 CALIBRATED = (*formats.CALIBRATED, "int4/cal2")
 MAPPED = ("int4_lloyd+calibration", "int3+calibration")  # formats that need no calibration, with one
-CALIBRATION = ("wikitext2-valid.txt", "story.txt")  # texts of both kinds; neither is tested on, nor trained on
+CALIBRATION = ("wikitext2-valid.txt", "story.txt")  # texts of both kinds, not used for testing or training
 METHODS = ("kivi2", "kivi4", "kvarn2", "kvarn4", "kvquant2", "kvquant3", "oscar2", "quarot2", "quarot3", "quarot4",
            "turboquant3", "turboquant4")  # fmt: skip
 PUBLISHED = tuple(f"fake:{name}" for name in METHODS)
@@ -59,7 +59,7 @@ def quantized_bits(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor
     """sealed_bits and held_bits after ids [1, T] went in, and the noise that K gets (`hf.format_check`)."""
     with torch.inference_mode(), caches.attention_for(model, strategy):
         cache = caches.open_cache(model, strategy)
-        for part in ids.split(2048, 1):  # what was full is quantized by the second call
+        for part in ids.split(2048, 1):  # full pages are quantized by the second call
             model(part, past_key_values=cache, logits_to_keep=1)
         text = caches.text_config(model.config)
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -81,7 +81,7 @@ def quantized_bits(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor
 
 
 def noise(model: PreTrainedModel, key: str, ids: torch.Tensor) -> float:
-    """The worst head's."""
+    """That of the worst head."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
@@ -95,7 +95,7 @@ FEWER = {"int8", "fp8_e4m3", "int4", "int4_lloyd", "int3", "kivi4", "kivi2", "in
 
 
 def strategies(model: str = MODELS[0]) -> list[str]:
-    """A model's, in the order of their rows."""
+    """The strategies of a model, in the order of its rows."""
     if model not in MODELS[:2]:
         return [x for x in strategies() if x in FEWER]
     sides = [pair for name in ONE_SIDE for pair in (f"{name}/raw", f"raw/{name}")]
@@ -104,7 +104,7 @@ def strategies(model: str = MODELS[0]) -> list[str]:
 
 
 def folder_of(name: str) -> Path:
-    """A shipped model's, or that of one that `benchmarks/train/train.py` made (docs/benchmarks.md says how)."""
+    """The folder of a shipped model, or of one trained by `benchmarks/train/train.py` (see docs/benchmarks.md)."""
     shipped = ROOT / "assets" / name
     return shipped if shipped.exists() else ROOT / "build" / "train" / name / "model"
 
@@ -163,12 +163,12 @@ def one_model(
         measured = {
             label: {k: x for k, x in found.rows[i].items() if k != "strategy"} for label, found in texts.items()
         }
-        rows.append(made | measured)  # their strategy names a file of this run
+        rows.append(made | measured)  # the strategy contains a file name of this run
     return rows
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Quality against bits, and K alone beside V alone, a column a model."""
+    """Plots quality against bits, and K only next to V only, one column per model."""
     figure = Figure(figsize=(14, 10), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 2, height_ratios=(3, 2))

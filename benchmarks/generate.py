@@ -1,14 +1,12 @@
-"""`model.generate` end to end: time to first token, time per token, bytes of the cache.
-
-Writes benchmarks/results/generate.json, or generate-cuda.json.
+"""`model.generate` end to end: time to first token, time per token, bytes of the cache. Writes
+benchmarks/results/generate.json, or generate-cuda.json.
 
     python benchmarks/generate.py [--device cuda [--compile]] [--prompt N] [--batch N] [--tokens N] [--layers N]
 
-cpu: the shipped model, float32. cuda: a model of Llama 3.1 8B's shape with random bf16 weights (only times are looked
-at). transformers' DynamicCache with SDPA beside ours; medians over the tokens, the caches taking turns, the first turn
-left out. --compile: caches have a max_length (transformers' StaticCache beside ours), so that `generate` compiles its
-decode steps to CUDA graphs; writes generate-compiled-cuda.json.
-"""
+cpu: the shipped model, float32. cuda: a model of Llama 3.1 8B's shape with random bf16 weights (only times matter).
+transformers' DynamicCache with SDPA and ours; medians over the tokens, with interleaved caches, without the first turn.
+--compile: caches have a max_length (compared with transformers' StaticCache), so that `generate` compiles its decode
+steps to CUDA graphs; writes generate-compiled-cuda.json."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ MODEL = Path(__file__).parents[1] / "assets" / "books-tiny"
 
 
 class Clock(hf.StoppingCriteria):
-    """Says when each token was there."""
+    """Records the time of each token."""
 
     def __init__(self, device: str) -> None:
         self.at, self.wait = [], torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -57,7 +55,7 @@ def load(device: str, layers: int) -> Any:
 
 
 def begin(model: Any, name: str, length: int | None) -> Any:
-    """An empty cache; one that a graph takes if it has a length."""
+    """An empty cache; with a length, one that graphs support."""
     if length is None:
         return open_cache(model, Strategy(name))
     if name == "dynamic":

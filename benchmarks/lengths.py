@@ -1,10 +1,9 @@
-"""Does the damage grow with the context? benchmarks/results/lengths.json and docs/lengths.png.
+"""Whether quality loss grows with the context. benchmarks/results/lengths.json and docs/lengths.png.
 
-    python benchmarks/lengths.py [--windows N] [--out DIR]      # resumable; then: make docs
+    python benchmarks/lengths.py [--windows N] [--out DIR] # resumable; then: make docs
 
 KL through the cache at 512 to 3,840 tokens of context, and the error of attention alone, |out - exact| / |exact| in
-float64 on the models' own q, K, V, up to 16,384 tokens (four texts of 4,096 side by side; the models end there).
-"""
+float64 on the models' own q, K, V, up to 16,384 tokens (four texts of 4,096, the models' limit, concatenated)."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ kvcompress attention. An error says what was expected, what it got and what to d
 
 
 def said(rule: matrix_rows.Rule) -> str:
-    """The refusal, word for word."""
+    """The error message, verbatim."""
     values = {axis: names[-1] for axis, names in rule.values.items()}
     try:
         matrix.refuse(matrix_rows.plainest(values), rule.where)

@@ -30,7 +30,7 @@ def _covariances(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: Te
 
 
 def rotations(model: PreTrainedModel, ids: Any, **how: Any) -> Calibration:
-    """Measured on texts, as `calibrate` does."""
+    """Measured on texts, like `calibrate`."""
     layers, weights = {}, {}
     for index, found in measured(model, ids, _covariances, **how).items():
         axes = (torch.linalg.eigh(found[side])[1] for side in ("key", "value"))

@@ -1,10 +1,9 @@
-"""How high does memory peak? benchmarks/results/peak.json.
+"""Peak memory. benchmarks/results/peak.json.
 
     python benchmarks/peak.py [--tokens N]
 
-A prompt of N tokens in chunks of 512, then 64 tokens, on the shipped model; each cache in a process of its own. Peak:
-the highest resident size over that before the prompt.
-"""
+A prompt of N tokens in chunks of 512, then 64 tokens, on the shipped model; each cache in a separate process. Peak: the
+maximum resident size minus that before the prompt."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ print(held, now("VmHWM") - before)
 
 
 def measure(name: str, tokens: int) -> dict[str, int]:
-    """Bytes that the cache `name` holds in the end, and the peak over the start."""
+    """Bytes of the cache `name` at the end, and the peak minus the start."""
     root = Path(__file__).parents[1]
     command = [sys.executable, "-W", "ignore", "-c", CHILD, name, str(tokens)]
     done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)

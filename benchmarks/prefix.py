@@ -1,11 +1,10 @@
-"""A second request with a known beginning: time to its first token. benchmarks/results/prefix.json.
+"""Time to first token of a second request with a known prefix. benchmarks/results/prefix.json.
 
     python benchmarks/prefix.py [--shared N] [--own N] [--rounds N]
 
 On the shipped model: a shared prefix of N tokens (a system prompt) and a question of --own tokens, a new one each
-round. The time runs from the token ids to the first new token. Cold: an empty cache of the same format. Warm: what
-`PrefixCache.open` gives; from the host, from files: the same, when the prefix waits there. In turn, in one process.
-"""
+round. The time is from the token ids to the first new token. Cold: an empty cache of the same format. Warm: the result
+of `PrefixCache.open`; from the host, from files: the same with an offloaded prefix. Interleaved, in one process."""
 
 from __future__ import annotations
 

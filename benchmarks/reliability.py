@@ -1,10 +1,9 @@
-"""What the library was tested with, in numbers: docs/reliability.md.
+"""Test statistics: docs/reliability.md.
 
-    make reliability        # counts what can be counted, and writes the page from benchmarks/results/reliability/*.json
+    make reliability    # counts tests, and writes the page from benchmarks/results/reliability/*.json
 
-Every tool leaves its figures there: `<tool>.json`, numbers by name, "command", which makes them anew, "date" and
-"commit" of the run.
-"""
+Every tool writes its results there: `<tool>.json`, numbers by name, "command", which reproduces them, "date" and
+"commit" of the run."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ becomes a test.
 
 
 def counted() -> dict[str, int]:
-    """Tests and assertions, by their sources and by pytest."""
+    """Tests and assertions, from their sources and from pytest."""
     python = sorted((ROOT / "tests").rglob("*.py"))
     asserts = sum(isinstance(x, (ast.Assert,)) for path in python for x in ast.walk(ast.parse(path.read_text())))
     raises = sum(path.read_text().count("pytest.raises(") for path in python)

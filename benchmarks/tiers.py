@@ -1,14 +1,13 @@
-"""What other tiers cost. benchmarks/results/tiers.json.
+"""Cost of tiers. benchmarks/results/tiers.json.
 
     python benchmarks/tiers.py [--gigabytes N] [--tokens N] [--rounds N]
 
-1. Copies: pages of a pool (64 KiB each, 1 GB in all) to host memory and back, with their checksums, against memcpy of
-   as many bytes by one thread. Then the same by `Tiers.put`, 1 MiB at a time, with memory that stayed (`keep_bytes`)
-   and with memory that is new from the system, which memcpy meets too. In turn.
-2. Decode: PagedKV layers of 8 KV heads of 128 (a small model's attention, nothing else), 3/4 of their tokens on the
-   host or in files, fetched one layer ahead by a thread, or attended where they lie, against the same with all pages
-   in the pool. In turn; one thread for attention, the other core for the fetching.
-"""
+1. Copies: pages of a pool (64 KiB each, 1 GB in total) to host memory and back, with checksums, compared with memcpy of
+as many bytes by one thread. Then the same with `Tiers.put`, 1 MiB at a time, with memory that was kept (`keep_bytes`)
+and with new memory, whose page faults memcpy has, too. Interleaved.
+2. Decode: PagedKV layers of 8 KV heads of 128 (the attention of a small model only), 3/4 of their tokens on the host or
+in files, fetched one layer ahead by a thread, or attended to in place, compared with the same with all pages in the
+pool. Interleaved; one thread for attention, the other core for fetching."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def copies(total: int, rounds: int) -> dict[str, object]:
     pool = _C.Pool(2 * total)
     size = 64 << 10
     offsets = pool.take(np.full(total // size, size))
-    order = np.random.default_rng(0).permutation(offsets)  # pages lie anywhere
+    order = np.random.default_rng(0).permutation(offsets)  # pages in random order
     pieces = np.ascontiguousarray(np.stack([order, np.full(len(order), size)], 1))
     pool.arena[:] = 1
     host = torch.ones(total, dtype=torch.uint8)

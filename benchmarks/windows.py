@@ -1,8 +1,7 @@
-"""What layers with a window hold: pages of a steady decode, as a share of the `window - 1` tokens in 16 bits that
-transformers' own layers keep. 12 layers of 8 heads of 128, bf16, after a prompt longer than the window.
+"""Size of sliding-window layers: pages of a steady decode, as a fraction of the `window - 1` tokens in 16 bits that
+transformers' layers keep. 12 layers of 8 heads of 128, bf16, after a prompt longer than the window.
 
-    python benchmarks/windows.py
-"""
+    python benchmarks/windows.py"""
 
 import torch
 
@@ -13,7 +12,7 @@ LAYERS, HEADS, DIM = 12, 8, 128
 
 
 def share(window: int, key: str) -> float:
-    """Bytes held (slack and tables included) / bytes of the dense window; mean over 128 steps."""
+    """Bytes held (spare capacity and tables included) / bytes of the dense window; mean over 128 steps."""
     pool = _C.Pool()
     options = window_options({"key": key, "page_size": 64}, {}, "sliding_attention", {"sliding_window": window})
     layers = [PagedKV(HEADS, DIM, dtype=torch.bfloat16, pool=pool, **options) for _ in range(LAYERS)]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# A tree's own: what is compiled for one names the arguments of its ops.
+# Per tree: what is compiled for one tree contains the argument names of its ops.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).resolve().parents[1] / "build" / "inductor"))
 
-# Workers side by side with more threads than cores spin for each other: a suite of minutes then takes many. So do the
+# With more threads than cores, parallel workers spin waiting for each other, and a suite of minutes takes many times as
+# long.
 # programs that they start.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 if THREADS == 1:
@@ -25,7 +26,7 @@ from record import record
 def _fixed():
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)
-    # NaN in whatever nobody has written: unused slots of pages, workspace, scales.
+    # NaN in all unwritten memory: unused slots of pages, workspace, scales.
     from kvcompress import _C
 
     _C.alloc_poison(True)
@@ -42,7 +43,7 @@ def llama():
 
 @pytest.fixture
 def fail_at():
-    """Makes the n-th allocation from now fail; off again afterwards."""
+    """Makes the n-th allocation from now fail; disabled afterwards."""
     from kvcompress import _C
 
     yield _C.alloc_fail_at
@@ -50,13 +51,13 @@ def fail_at():
 
 
 def pytest_collection_finish(session):
-    """A collection of garbage looks at all of torch and transformers: half a second, and some tests ask for dozens."""
+    """Garbage collection traverses all of torch and transformers: half a second each, and some tests need dozens."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):  # one of several workers: the first process counts
+    if hasattr(session.config, "workeroutput"):  # one of several workers: the first process does the counting
         session.config.workeroutput["soaked"] = dict(soaked.steps)
 
 

@@ -1,12 +1,12 @@
-"""Fuzzing: `make fuzz SECONDS=60` (a target). C targets with libFuzzer, ASan and UBSan (clang); Python's with atheris;
-CUDA's kernels on the host with random calls.
+"""Fuzzing: `make fuzz SECONDS=60` (per target). C targets use libFuzzer, ASan and UBSan (clang); Python targets
+atheris; CUDA's kernels run on the host with random calls.
 
-    python tests/fuzz/fuzz.py run SECONDS [target ...]   goes on from corpus/ and what build/fuzz has; log.jsonl grows
-    python tests/fuzz/fuzz.py keep [target ...]          writes the smallest inputs that reach as much to corpus/
+    python tests/fuzz/fuzz.py run SECONDS [target ...]   continues from corpus/ and build/fuzz; appends to log.jsonl
+    python tests/fuzz/fuzz.py keep [target ...]          writes the smallest inputs with the same coverage to corpus/
 
-A corpus is a text file: an input a line, in hexadecimal. An input that fails goes to regressions/<target>.txt by hand,
-with a line above it (#) that says what it found; tests/core/test_core.py replays both without a fuzzer.
-"""
+A corpus is a text file with one input per line, in hexadecimal. Failing inputs are added by hand to
+regressions/<target>.txt, below a comment line (#) that says what they found; tests/core/test_core.py replays both
+without a fuzzer."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from record import record  # noqa: E402
 C_TARGETS = ("pages", "codecs", "table", "args", "prefix", "varlen")
 PYTHON_TARGETS = ("strategy", "kvc")
 TESTS = ROOT / "tests"
-RANDOM = {  # drawn, no corpus: CUDA's kernels on the host beside the CPU's; calls that nobody should make, under ASan
+RANDOM = {  # random, no corpus: CUDA's kernels on the host compared with the CPU's; invalid calls under ASan
     "twin": [str(TESTS / "cuda" / "test_cuda_fuzz.py")],
     "aliasing": [str(TESTS / "support" / "hostile.py"), "aliasing"],
     "together": [str(TESTS / "support" / "hostile.py"), "together"],
     "changing": [str(TESTS / "support" / "hostile.py"), "changing"],
-    "files": [str(TESTS / "support" / "asked_files.py")],  # sealed, and what they ask for
+    "files": [str(TESTS / "support" / "asked_files.py")],  # sealed files, and the memory they request
 }
 SANITIZED = ("aliasing", "together", "changing")  # with the extension of build/asan
 BUILD = ROOT / "build" / "fuzz"
 LOG = HERE / "log.jsonl"
-KEPT = 60  # inputs of a corpus
+KEPT = 60  # inputs per corpus
 
 
 def inputs(path: Path) -> list[bytes]:
@@ -48,7 +48,7 @@ def inputs(path: Path) -> list[bytes]:
 
 
 def spread(target: str) -> Path:
-    """The committed inputs as files, beside those of earlier runs."""
+    """Writes the committed inputs as files, next to those of earlier runs."""
     folder = BUILD / "corpus" / target
     folder.mkdir(parents=True, exist_ok=True)
     for kind in ("corpus", "regressions"):
@@ -89,7 +89,7 @@ def run(target: str, seconds: int) -> dict[str, object]:
     return {
         "date": datetime.date.today().isoformat(),
         "target": target,
-        "seconds": round(end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime),  # of a processor
+        "seconds": round(end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime),  # CPU time
         "executions": max((int(a or b) for a, b in count), default=0),
         "edges": int(reached[-1]) if reached else 0,
         "failed": done.returncode != 0,
@@ -114,7 +114,7 @@ def keep(target: str) -> None:
 
 
 def one(target: str) -> None:
-    """This process becomes the fuzzer of a Python target."""
+    """Turns this process into the fuzzer of a Python target."""
     import atheris
 
     with atheris.instrument_imports(include=["kvcompress"]):

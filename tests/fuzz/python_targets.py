@@ -1,4 +1,4 @@
-"""The parsers that are Python: `.kvc` files and strategies. Each target takes bytes, as LLVMFuzzerTestOneInput does."""
+"""The parsers written in Python: `.kvc` files and strategies. Each target takes bytes, like LLVMFuzzerTestOneInput."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "0.1.0" / "cache.kv
 
 
 def strategy(data: bytes) -> None:
-    """A text is refused with a reason, or means the same when it is written out and read again."""
+    """A text is rejected with a reason, or has the same meaning after it is formatted and parsed again."""
     text = data.decode("utf-8", "replace")
     try:
         for one in expand(text):
@@ -34,8 +34,7 @@ def _golden() -> tuple[dict, dict[str, tuple[str, list[int], bytes]]]:
 
 
 def _forge(data: bytes) -> bytes:
-    """The golden file with parts changed as `data` says, three bytes a change (part, place, value), and a digest that
-    fits."""
+    """The golden file with changes from `data`, three bytes per change (part, place, value), and a valid digest."""
     about, known = _golden()
     about, parts = dict(about), dict(known)
     parts.pop("seal")
@@ -67,8 +66,8 @@ def _forge(data: bytes) -> bytes:
 
 
 def kvc(data: bytes) -> None:
-    """A file is refused with a reason, or is a cache that can be read and freed. The first byte: the input is the file,
-    or says what to change in a good one, whose digest then fits."""
+    """A file is rejected with a reason, or is a cache that can be read and freed. The first byte selects whether the
+    input is the file, or describes changes of a valid one, whose digest is then updated."""
     from golden.cache import config
 
     from kvcompress import KVCache

@@ -1,9 +1,8 @@
-"""`.kvc` files of this version with a layer in every format: every later version must read them.
+"""`.kvc` files of this version with a layer in every format; every later version must read them.
 
-    python tests/golden/cache.py    writes <version>/*.kvc and *.npz beside this file, what this version lacks
+    python tests/golden/cache.py    writes <version>/*.kvc and *.npz next to this file, if this version has none
 
-Before a release; never again for a version that is out.
-"""
+Run it before a release; never again for a released version."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def config(file: str) -> Any:
                        intermediate_size=64, num_hidden_layers=len(FILES[file]))  # fmt: skip
 
 
-# {file: formats}: a layer each, in this order; formats that come later get a file of their own
+# {file: formats}: one layer per format, in this order; later formats get separate files
 FILES = {
     "cache": ("raw", "int8", "fp8_e4m3", "int4", "int8_asym", "fp8_e5m2", "int2", "int4_token", "int4_g32",
               "int4_asym", "int2_asym", "kivi4", "kivi2", "nvfp4", "mxfp4"),
@@ -45,7 +44,7 @@ FILES = {
 
 
 def calibration(file: str) -> Calibration | None:
-    """Maps that are exact: dims in another order, twice as large."""
+    """Exact matrices: a permutation of dims, times two."""
     if not set(FILES[file]) & set(formats.CALIBRATED):
         return None
     maps = 2 * torch.eye(D).roll(3, 0)[None]
@@ -55,7 +54,7 @@ def calibration(file: str) -> Calibration | None:
 def filled(file: str) -> kvcompress.KVCache:
     cache = kvcompress.KVCache(config(file), "int8", per_layer=dict(enumerate(FILES[file])), page_size=PAGE,
                                calibration=calibration(file))  # fmt: skip
-    for begin, end in ((0, 37), (37, TOKENS)):  # pages seal when they are left behind
+    for begin, end in ((0, 37), (37, TOKENS)):  # pages are sealed when the next call has moved on
         for i in range(len(FILES[file])):
             k, v = (torch.from_numpy(bells(2 * i + side, (1, H, TOKENS, D))) for side in (0, 1))
             cache.update(k[:, :, begin:end], v[:, :, begin:end], i)
@@ -64,13 +63,13 @@ def filled(file: str) -> kvcompress.KVCache:
 
 
 def dense(cache: kvcompress.KVCache, file: str) -> dict[str, np.ndarray]:
-    """fp32 of what each layer holds."""
+    """The decoded contents of each layer, fp32."""
     return {f"{FILES[file][i]}.{name}": x.numpy() for i, layer in enumerate(cache.layers)
             for name, x in zip("kv", layer.store.dense(), strict=True)}  # fmt: skip
 
 
 def write() -> None:
-    """The files that this version lacks."""
+    """Writes the files that this version lacks."""
     folder = HERE / kvcompress.__version__
     folder.mkdir(exist_ok=True)
     for file in FILES:

@@ -1,12 +1,11 @@
 """Golden vectors of the codecs: the bytes that every instruction set level and every device must produce.
 
-    python tests/golden/make.py            writes codec.npz beside this file
-    python tests/golden/make.py --check    fails if this build's bytes differ from it
-    python tests/golden/make.py --digest N prints a hash of the bytes for N rounds of random extreme input
+    python tests/golden/make.py              writes codec.npz next to this file
+    python tests/golden/make.py --check      fails if this build's bytes differ from it
+    python tests/golden/make.py --digest N   prints a hash of the bytes for N rounds of random extreme input
 
-Inputs come from an integer generator and exact powers of two, so they are the same everywhere. Change the
-file only when a format changes, and say so in CHANGELOG.md: old pages can then no longer be read.
-"""
+Inputs come from an integer generator and exact powers of two, so they are the same everywhere. Change the file only
+when a format changes, and say so in CHANGELOG.md: old pages can then no longer be read."""
 
 import hashlib
 import sys
@@ -38,7 +37,7 @@ PAGES = (
 
 
 def uniform(seed: int, n: int) -> np.ndarray:
-    """uint32 [n] of a linear congruential generator, upper 16 bits of two steps each."""
+    """uint32 [n] from a linear congruential generator, upper 16 bits of two steps each."""
     out, x = np.empty(n, np.uint32), seed & 0xFFFFFFFF
     for i in range(n):
         x = (1664525 * x + 1013904223) & 0xFFFFFFFF
@@ -49,14 +48,14 @@ def uniform(seed: int, n: int) -> np.ndarray:
 
 
 def bells(seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    """fp32 numbers of variance about 1: the sum of the four bytes, centred; exact in fp32."""
+    """fp32 numbers of variance about 1: the sum of the four bytes, centered; exact in fp32."""
     u = uniform(seed, int(np.prod(shape)))
     total = sum((u >> s & 255).astype(np.int32) for s in (0, 8, 16, 24)) - 510
     return (total.astype(np.float32) / np.float32(128)).reshape(shape)
 
 
 def rows(seed: int, D: int) -> np.ndarray:
-    """fp32 [20, D]: ordinary rows and every extreme that a scale can meet."""
+    """fp32 [20, D]: ordinary rows, and all extremes of a scale."""
     x = bells(seed, (20, D))
     scale = np.float32(2.0) ** np.array([0, 10, -20, 60, -90, -120], np.float32)
     x[:6] *= scale[:, None]
@@ -69,7 +68,7 @@ def rows(seed: int, D: int) -> np.ndarray:
     x[12] = (uniform(seed + 1, D) % 4096).view(np.int32) * np.float32(2.0**-149)  # denormals
     x[13] = 0
     x[13, 5] = np.float32(-(2.0**-149))
-    x[14] = (np.arange(D) - D // 2) + np.float32(0.5)  # ties of a grid of step 1
+    x[14] = (np.arange(D) - D // 2) + np.float32(0.5)  # ties of a grid with step 1
     x[14, 0] = 127
     x[15] = x[15] * np.float32(2.0**-30) + np.float32(2.0**-24)
     x[16, ::2] = 448
@@ -88,14 +87,14 @@ def page_tokens(key: str, value: str, D: int, size: int) -> tuple[np.ndarray, np
 
 
 def quantized() -> list[str]:
-    """Names of all formats but the raw ones."""
+    """Names of all formats except the raw ones."""
     from kvcompress import _C
 
     return [f["name"] for f in _C.formats() if not f["name"].startswith("raw_")]
 
 
 def arrays() -> dict[str, np.ndarray]:
-    """Everything that is compared: name -> bytes, from the build that is imported."""
+    """Everything that is compared: name -> bytes, from the imported build."""
     from kvcompress import _C
 
     code = {f["name"]: f["code"] for f in _C.formats()}
@@ -116,7 +115,8 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 def digest(rounds: int) -> str:
-    """Hash over random shapes, strides and numbers of every magnitude: levels that differ in one bit show another."""
+    """Hash over random shapes, strides and numbers of every magnitude: levels that differ in one bit give another
+    hash."""
     from kvcompress import _C
 
     rng, total = np.random.default_rng(2024), hashlib.sha256()
@@ -126,7 +126,7 @@ def digest(rounds: int) -> str:
         D = int(rng.choice((32, 64, 96, 128, 160, 256)))
         n = int(rng.integers(1, 70))
         x = rng.standard_normal((n, D)) * 2.0 ** rng.integers(-149, 120, (n, 1))
-        wide = rng.random(n) < 0.3  # magnitudes that differ inside a row
+        wide = rng.random(n) < 0.3  # different magnitudes within a row
         x[wide] *= 2.0 ** rng.integers(-40, 8, (int(wide.sum()), D))
         x = np.clip(x, -3e38, 3e38).astype(np.float32)
         x[rng.random((n, D)) < 0.05] *= 0
@@ -138,7 +138,7 @@ def digest(rounds: int) -> str:
         if rng.random() < 0.5:
             x = np.clip(x, -65504, 65504).astype(np.float16)
         k = np.resize(x, (1, 32, 2, D)).transpose(0, 2, 1, 3)[:, :1]  # every second row
-        v = np.ascontiguousarray(k[..., ::-1])[:, :, ::-1]  # from the last row back
+        v = np.ascontiguousarray(k[..., ::-1])[:, :, ::-1]  # reversed rows
         for name in names:
             total.update(_C.pack(k, v, code[name], code[name], 32).tobytes())
     return total.hexdigest()

@@ -1,16 +1,16 @@
-"""Mutants: small changes of the core, one at a time, each compiled and run with the C harness, which must fail.
+"""Mutation testing: small changes of the core, one at a time, each compiled and run with the C harness, which must
+fail.
 
     python tests/mutants/mutants.py [--n 300] [--seed 1] [--only FILE] [--listed] [--jobs N]
 
-Which ones are tried is a matter of hashes of file, line and change: an edit elsewhere leaves the others where they are.
-A mutant that does not compile, or whose object code is the original's, is none. Nor is one of prefetches alone, whose
-only effect is speed: what stands in a function named fetch_* or ahead_*, in a statement that calls fetch_* or
-__builtin_prefetch (its condition included), or in an argument that says how far `ahead` is fetched.
+Mutants are selected by hashes of file, line and change, so that edits elsewhere do not change the selection. Mutants
+that do not compile, or have the object code of the original, do not count. Neither do changes of prefetches, which
+affect only speed: code in functions named fetch_* or ahead_*, in statements that call fetch_* or __builtin_prefetch
+(including their conditions), or in arguments for the prefetch distance `ahead`.
 
-Those that the plain harness lets through meet it once more under AddressSanitizer and UBSan. What survives is listed in
-survivors.txt, with what is known of it: explanations stay there from run to run. "equivalent:" begins that of one that
-no test can tell. --listed tries only those that the list has.
-"""
+Mutants that the plain harness does not detect run again with AddressSanitizer and UBSan. Survivors are listed in
+survivors.txt with explanations, which are kept from run to run. "equivalent:" marks those that no test can detect.
+--listed tries only the mutants in the list."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FILES = ["codec/codec", "codec/codec_page", "attend/attend", "attend/attend_chec
          "table/table_evict_plan", "table/table_restore", "evict/compact", "evict/choose", "evict/keep",
          "evict/score_tokens", "codec/quantize", "codec/granular", "kernels/scalar_codec", "kernels/scalar_attend",
          "kernels/rows.h"]  # fmt: skip
-# What compiles a file that is no unit of its own. A header changes for one level alone, which the others must match.
+# Files that are compiled as part of others. Changes of a header apply to one level only, which the others must match.
 UNITS = {"memory/pool": "tests/c/test_pool.c", "kernels/rows.h": f"{CORE}/kernels/scalar_codec.c"}
 LIST = Path(__file__).parent / "survivors.txt"
 CC = os.environ.get("CC", "cc")
@@ -62,8 +62,8 @@ class Mutant:
     old: str
     new: str
     kind: str
-    text: str  # the line as it was, without spaces around
-    again: int = 0  # equal ones before it in the file
+    text: str  # the original line, stripped
+    again: int = 0  # number of equal lines before it in the file
 
     def key(self) -> str:
         before = self.text[: max(0, self.column)].count(self.old)
@@ -80,7 +80,7 @@ FETCH = [
 
 
 def blank(source: str) -> str:
-    """Comments, strings, preprocessor lines and prefetches as spaces; nothing moves."""
+    """Replaces comments, strings, preprocessor lines and prefetches by spaces of the same length."""
     for pattern in (PROSE, *FETCH):
         source = re.sub(pattern, lambda m: re.sub(r"[^\n]", " ", m.group()), source, flags=re.S | re.M)
     return source
@@ -133,7 +133,7 @@ def apply(m: Mutant) -> str:
 
 
 class Bench:
-    """Objects of the whole harness, of which one is exchanged for a mutant's. Each thread has a folder for that."""
+    """Objects of the whole harness, one of which is replaced by a mutant's. Each thread has a folder for that."""
 
     def __init__(self, name: str, options: list[str], seconds: int) -> None:
         self.folder, self.options, self.seconds = ROOT / "build" / "mutants" / name, options, seconds
@@ -148,7 +148,7 @@ class Bench:
         return self.folder / threading.current_thread().name
 
     def compile(self, file: str, source: str | None) -> bytes:
-        """The object code of a file of the core with other text; empty if there is none."""
+        """The object code of a file of the core with modified text; empty if it does not compile."""
         unit, tree, out = self.unit(file), self.desk() / "tree", self.desk() / "mutant.o"
         shutil.rmtree(tree, ignore_errors=True)
         for part in {unit, str(path(file))}:
@@ -166,7 +166,7 @@ class Bench:
         return UNITS.get(file, str(path(file)))
 
     def killed(self, file: str, code: bytes) -> bool:
-        """Does the harness fail, or take more than so many seconds of CPU (others may be at work) in a process?"""
+        """Whether the harness fails, or takes more than this many seconds of CPU time in a process."""
         own, program = self.desk() / "mutant.o", self.desk() / "mutant"
         own.write_bytes(code)
         left_out = {self.folder / self.unit(file).replace(".c", ".o"), self.folder / CORE / "memory/pool.o",

@@ -1,5 +1,5 @@
-"""A compiler that remembers: cc.py FOLDER CC ARGUMENTS... An object whose preprocessed source is known is not compiled
-again, so that a planted bug costs the files that it is in."""
+"""A caching compiler wrapper: cc.py FOLDER CC ARGUMENTS... Objects with known preprocessed source are not compiled
+again, so a planted bug recompiles only the files that contain it."""
 
 from __future__ import annotations
 

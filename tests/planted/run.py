@@ -1,12 +1,11 @@
-"""Plants each bug of this folder in a copy of the tree and runs the tests of its layer: do they notice?
+"""Applies each bug of this folder to a copy of the tree and runs the tests of its layer, which must detect it.
 
-    make planted                                    # all
-    python tests/planted/run.py causal-off-by-one   # some
-    python tests/planted/run.py --resume            # all, but those that were noticed before, as they are
+    make planted                                        # all
+    python tests/planted/run.py causal-off-by-one       # some
+    python tests/planted/run.py --resume                # all except those detected before, if unchanged
 
-A patch begins with what it does and with `tests:`, the files that must fail. One that no longer applies is an error
-(tests/project/test_planted.py looks in every commit): make it anew from the code as it is now.
-"""
+A patch starts with a description and `tests:`, the test files that must fail. A patch that no longer applies is an
+error (checked in every commit by tests/project/test_planted.py): recreate it from the current code."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 NOTICED = ROOT / "build" / "planted" / "noticed.json"  # patches, with commit and seconds of the run
-LIMIT = 400  # seconds of the tests of one bug
+LIMIT = 400  # time limit in seconds for the tests of one bug
 
 
 class Bug(NamedTuple):
@@ -47,7 +46,7 @@ def bugs() -> list[Bug]:
 
 
 def apply(tree: Path, bug: Bug, *options: str) -> subprocess.CompletedProcess:
-    """git apply, whatever repository the tree lies in."""
+    """git apply, whatever repository the tree is in."""
     env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
     env.pop("GIT_DIR", None)
     return subprocess.run(
@@ -74,8 +73,8 @@ def build(tree: Path) -> None:
 
 
 def verdict(code: int, said: str) -> str:
-    """Of pytest's exit code and output; the code alone does not tell: with -x, 2 is a failure or a failed import.
-    What a fixture asserts when a test has ended is a failure too, though pytest calls it an error."""
+    """The verdict by pytest's exit code and output. The code is not sufficient: with -x, 2 is a failure or a failed
+    import. A failing assertion in a fixture's teardown is a failure, too, though pytest calls it an error."""
     if code == 0:
         return ""
     if re.search(r"^\d+ failed\b|^_+ ERROR at teardown of |^worker '\w+' crashed while running", said, re.MULTILINE):
@@ -84,7 +83,7 @@ def verdict(code: int, said: str) -> str:
 
 
 def notice(tree: Path, files: list[str], limit: int | None = LIMIT) -> str:
-    """How they notice: by a failed test or a crash, or by no end within `limit` seconds; "" if they pass."""
+    """How the bug was detected: by a failed test or a crash, or by exceeding `limit` seconds; "" if the tests pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "-p", "no:cacheprovider", "-m"]
     command += ["not full and not soak", *files]
     try:
@@ -98,7 +97,7 @@ def notice(tree: Path, files: list[str], limit: int | None = LIMIT) -> str:
 
 
 def plant(chosen: list[Bug], tree: Path, commit: str) -> list[str]:
-    """One after the other, each alone; names of those that were missed."""
+    """Applies the bugs one after the other, each by itself; returns the names of undetected ones."""
     noticed, missed = json.loads(NOTICED.read_text()) if NOTICED.exists() else {}, []
     for bug in chosen:
         start = time.monotonic()

@@ -1,4 +1,5 @@
-"""What the extension is made of: C only, layers one way, no torch at build time. Python: `test_structure.py`."""
+"""Structure of the extension: C only, layers include only lower ones, no torch at build time. Python:
+`test_structure.py`."""
 
 import os
 import re
@@ -17,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 import build_cuda  # noqa: E402
 
 LAYERS = {"core": (), "cuda": ("core",), "torch": ("core", "cuda"), "python": ("core", "torch")}
-# Folders of csrc/core/: each includes only from those before it, from itself, and the headers of the API above them.
+# Folders of csrc/core/: each includes only from the ones before it, from itself, and the headers of the API above them.
 CORE = ("base", "codec", "kernels", "memory", "table", "attend", "evict", "engine")
 
 
@@ -49,7 +50,7 @@ def test_an_old_python_is_one_line():
 
 
 def test_a_free_threaded_python_is_refused():
-    """The stable ABI that the extension is built for is not theirs: the build says so before it compiles."""
+    """They lack the stable ABI that the extension is built for; the build says so before it compiles."""
     free = (
         "import runpy, sys, sysconfig; sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1; "
         "sys.argv = ['setup.py', '--name']; runpy.run_path('setup.py')"
@@ -60,7 +61,7 @@ def test_a_free_threaded_python_is_refused():
 
 def test_source_that_is_not_built_says_so(tmp_path):
     shutil.copytree(ROOT / "kvcompress", tmp_path / "kvcompress", ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
-    # An editable install of this repository would find the extension of the built source.
+    # An editable install of this repository would use the extension of the built source.
     alone = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]"
     done = subprocess.run([sys.executable, "-c", f"{alone}; from kvcompress import PagedKV"], cwd=tmp_path,
                           capture_output=True, text=True, check=False,
@@ -77,13 +78,14 @@ def test_sources_are_c():
 
 
 def test_python_comes_before_any_header_of_the_system():
-    """Python.h sets what these look at (_POSIX_C_SOURCE); behind them it is an error under zig cc, of the wheels."""
+    """Python.h defines macros that system headers check (_POSIX_C_SOURCE); included later, this is an error with zig
+    cc, which builds the wheels."""
     for path in (ROOT / "csrc" / "python").glob("*.c"):
         assert re.findall(r"^#include (.*)$", path.read_text(), re.M)[0] == '"module.h"', path.name
 
 
 def test_memory_is_asked_for_where_tests_make_it_fail():
-    """kvc_alloc and kvc_scratch, or Python's own; not the C library's."""
+    """kvc_alloc and kvc_scratch, or Python's allocators; not the C library's."""
     asks = re.compile(r"(?<!\w)(malloc|calloc|realloc|aligned_alloc|posix_memalign|strdup)\(")
     for path in [p for layer in LAYERS for p in (ROOT / "csrc" / layer).rglob("*.[ch]")]:
         assert path.name == "alloc.c" or not asks.search(path.read_text()), path
@@ -126,7 +128,7 @@ def test_files_are_short():
 
 @pytest.mark.full
 def test_isolated_build_needs_no_torch(tmp_path):
-    """pip's own build environment has setuptools and numpy, nothing else."""
+    """pip's build environment has only setuptools and numpy."""
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(ROOT)], check=True
     )
@@ -136,7 +138,7 @@ def test_isolated_build_needs_no_torch(tmp_path):
 
 @pytest.mark.parametrize("wanted", ["all", "80", "80,90", "90,80", "89,120", "100,120"])
 def test_every_gpu_from_the_first_on_is_reached(wanted):
-    """By machine code of its family, not of a later member, or by PTX that is not newer."""
+    """By machine code for its family, not for a later member, or by PTX that is not newer."""
     code, ptx = (list(map(int, names)) for names in build_cuda.targets(wanted))
     for gpu in (80, 86, 87, 89, 90, 100, 103, 110, 120, 121, 130):
         own = any(x // 10 == gpu // 10 and x <= gpu for x in code)

@@ -1,4 +1,4 @@
-"""kvcompress-cuda, the wheel of the CUDA library: what is in it, and that kvcompress finds it. nvcc is a stub."""
+"""kvcompress-cuda, the wheel of the CUDA library: its contents, and how kvcompress finds it. nvcc is a stub."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ echo made > "$2"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Made in a copy of what it wants of the tree."""
+    """Built in a copy of the parts of the tree that it needs."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("csrc", "kvcompress-cuda"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("build", "*.egg-info"))
@@ -67,5 +67,5 @@ def test_kvcompress_finds_it(wheel, tmp_path):
     for path, wanted in (("", "None"), (str(tmp_path), str(tmp_path / "kvcompress_cuda/libkvcompress_cuda.so"))):
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), path])}
         said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-        if not (ROOT / "kvcompress" / "libkvcompress_cuda.so").exists():  # that of this build comes first
+        if not (ROOT / "kvcompress" / "libkvcompress_cuda.so").exists():  # that of this build has priority
             assert said.strip() == wanted

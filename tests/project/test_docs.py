@@ -1,4 +1,4 @@
-"""Docstrings: every public function has one, with shapes, units, errors and sources where there is something to say."""
+"""Docstrings: every public function has one, with shapes, units, errors and sources where they apply."""
 
 import importlib
 import inspect
@@ -16,7 +16,7 @@ import kvcompress
 from kvcompress.parallel import ShardedKV
 
 ROOT = Path(__file__).parents[2]
-MODULES = (  # that users call
+MODULES = (  # used by users
     "tools.cli.bench", "tools.cli.info", "formats", "ops", "quantization.pack", "quantization.metrics",
     "quantization.tensor", "store.display", "tools.plan", "tools.plan.fit", "tools.plan.measure", "tools.plot",
     "policies", "schemes",
@@ -28,7 +28,7 @@ NO_PAPER = ("Chain", "Policy", "Protect", "Random", "ScoreOnly", "SlidingWindow"
 
 
 def public():
-    """(name, object, its class or None) of all that users call."""
+    """(name, object, its class or None) of the whole public API."""
     found = {}
     for name in kvcompress.__all__:
         x = getattr(kvcompress, name)
@@ -56,7 +56,7 @@ PUBLIC = public()
 def doc_of(name):
     x, owner = PUBLIC[name]
     own = inspect.getdoc(x) or ""
-    if owner and not own:  # an override means what it means above
+    if owner and not own:  # an override has the meaning of the base method
         own = next((d for base in owner.__mro__[1:] if (d := inspect.getdoc(getattr(base, x.__name__, None)))), "")
     return own
 
@@ -130,11 +130,11 @@ def test_every_public_name_is_in_the_api_pages():
 
 
 def test_the_site_is_strict_and_shows_every_default(tmp_path):
-    """As `make docs` builds it: no link leads nowhere, and of several arguments in one line of a docstring each
-    has its row, type and default."""
+    """As built by `make docs`: no broken links, and each of several arguments in one docstring line has a row with
+    type and default."""
     pytest.importorskip("mkdocstrings")
     (command,) = re.findall(r"bin/mkdocs (build .*)", (ROOT / "Makefile").read_text())
-    assert "--strict" in command and "-q" not in command.split()  # which hides what strict counts
+    assert "--strict" in command and "-q" not in command.split()  # which would hide warnings that --strict counts
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", *command.split(), "-d", tmp_path], cwd=ROOT, capture_output=True, text=True,
         check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
@@ -148,7 +148,7 @@ def test_the_site_is_strict_and_shows_every_default(tmp_path):
 
 
 def test_the_readme_counts_families_once():
-    """Of the tests' models: an adapter and quantized weights are no families, variants of one are one."""
+    """Of the tests' models: an adapter and quantized weights are not families, and variants of a family count once."""
     (said,) = re.findall(r"(\d+) model families", (ROOT / "README.md").read_text())
     assert int(said) == len({make().model_type for make in families.CONFIGS.values()})
 
@@ -161,7 +161,7 @@ def test_decisions_have_numbers_of_their_own():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
 def test_notebooks_are_small_and_clean(path):
-    """What they printed is in them, in few bytes, and says nothing about a machine."""
+    """They contain their outputs, are small, and do not mention a machine."""
     text = path.read_text()
     assert len(text) < 120_000 and not re.search(r"/(root|home|work|tmp)/", text)
     cells = json.loads(text)["cells"]
@@ -171,12 +171,12 @@ def test_notebooks_are_small_and_clean(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
 def test_notebooks_outside_of_the_repository_say_so(path, tmp_path, monkeypatch):
-    """The first cell that looks for the repository's files ends there, with a word."""
+    """The first cell that needs the repository's files stops with an explanation."""
     monkeypatch.chdir(tmp_path)
     cells = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     first = next((code for code in cells if "assets" in code or "errata" in code), None)
     if first is None:
-        return  # it reads none
+        return  # it needs none
     with pytest.raises(AssertionError, match=r"expected a folder of the repository, whose \w+/ this notebook reads"):
         exec(first, {})
 

@@ -1,4 +1,4 @@
-"""The planted bugs are current: each still applies, and names tests that there are. `make planted` runs them."""
+"""The planted bugs are up to date: each patch applies, and names existing tests. `make planted` runs them."""
 
 import shutil
 from pathlib import Path
@@ -22,9 +22,9 @@ def test_not_stale(bug: run.Bug) -> None:
     assert Path(bug.path).read_text().count("\n@@") == 1, "one place a bug"
 
 
-@pytest.mark.full  # three runs of pytest with workers
+@pytest.mark.full  # runs pytest with workers three times
 def test_a_failure_is_caught_and_an_error_is_none(tmp_path: Path) -> None:
-    """Real runs: with -x under xdist a failure and an error of collection both end with exit code 2."""
+    """With -x under xdist, both a failure and a collection error end with exit code 2."""
     (tmp_path / "failed.py").write_text("def test_a(): assert 0\n")
     (tmp_path / "passed.py").write_text("def test_a(): pass\n")
     (tmp_path / "error.py").write_text("import nowhere\n")

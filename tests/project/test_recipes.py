@@ -1,5 +1,5 @@
-"""The recipes of CONTRIBUTING.md, carried out on a copy of the tree: the files that a recipe names are changed, in its
-order, and no others. A step that the text leaves out is not done, and the test fails."""
+"""Performs the recipes of CONTRIBUTING.md on a copy of the tree: the files that a recipe names are changed, in its
+order, and no others. A step that the text omits is not done, and the test fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GOLDEN = "tests/golden/make.py"
 
 
 def recipe(title: str) -> str:
-    """What the text says of it."""
+    """The text of a recipe."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     section = re.search(rf"^## {title}\b.*?(?=^## |\Z)", text, re.M | re.S)
     assert section, f"no recipe {title!r}"
@@ -26,7 +26,7 @@ def recipe(title: str) -> str:
 
 
 def steps(title: str) -> list[str]:
-    """The files that a recipe names at the beginning of its steps."""
+    """The files named at the beginning of its steps."""
     return re.findall(r"^\d+\. `([^`]+)`", recipe(title), re.M)
 
 
@@ -54,13 +54,13 @@ def test_the_text_has_every_step(title: str) -> None:
 
 @pytest.mark.parametrize("title", [title for title in RECIPES if GOLDEN in RECIPES[title][0]])
 def test_it_is_built_before_it_runs(title: str) -> None:
-    """`make.py` writes what the build stores, not what the sources say."""
+    """`make.py` writes what the built extension stores, so it has to be built first."""
     before, _, _ = recipe(title).partition(f"python {GOLDEN}")
     assert "`make build`" in before and f"python {GOLDEN}" in recipe(title)
 
 
 def built(title: str) -> bool:
-    """Does it change C?"""
+    """Whether it changes C code."""
     return any(step.startswith("csrc") for step in RECIPES[title][0])
 
 

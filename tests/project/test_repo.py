@@ -1,4 +1,4 @@
-"""What a newcomer reads and runs: README, docs, examples; and what must not be in the repository."""
+"""README, docs and examples work as written; and files that must not be in the repository."""
 
 import importlib
 import os
@@ -49,7 +49,7 @@ def test_examples_run(example):
 
 
 def ci(tmp_path, part):
-    """What `.ci/run` says and gives, where every part runs `part`; its last one takes long."""
+    """Output and status of `.ci/run` if every part runs `part`; the last one takes long."""
     shims = {
         "make": f'echo "ran $*"; [ "$*" = test ] || {{ {part}; }}',
         "timeout": 'shift 2; exec $(command -pv timeout) 5 "$@"',
@@ -98,7 +98,7 @@ def test_every_part_of_ci_runs_within_a_few_commits():
 
 
 def test_generated_docs_are_current(monkeypatch):
-    """What `make docs` writes is what is there: text is changed in docs/*.py, figures by a benchmark."""
+    """The files are what `make docs` writes: change text in docs/*.py, and numbers by a benchmark."""
     monkeypatch.syspath_prepend(ROOT / "docs")
     generate, speed = (importlib.import_module(name) for name in ("generate", "speed"))
     for name, page in (("formats", generate.formats_page()), ("speed", speed.page())):

@@ -19,9 +19,9 @@ ROOMS = (
     "store", "policies", "eviction", "offload", "layer_store", "layer", "cuda_graph", "parallel",  # without a model
     "hf", "serving", "tools", "__main__",
 )  # fmt: skip
-UPWARD = {  # in functions, when they are called
+UPWARD = {  # imports within functions
     "store/display_mixin.py": {"tools"},  # draws itself
-    "policies/critical.py": {"hf"},  # is told a model, looks for its output projections
+    "policies/critical.py": {"hf"},  # finds the output projections of a given model
 }
 HF = ("hf", "serving", "tools")  # may import transformers
 
@@ -113,7 +113,7 @@ def test_every_room_is_in_the_order():
 def upward():
     """(file, module, kind) of what is imported from a higher room."""
     for name in PYTHON:
-        if name == "__init__.py":  # its names are lazy
+        if name == "__init__.py":  # whose names are lazy
             continue
         lower = ROOMS[: ROOMS.index(room_of(name)) + 1]
         for module, kind in imported(name):
@@ -138,7 +138,7 @@ def test_transformers_is_for_its_rooms(name):
 
 
 def needs(kinds):
-    """What each file imports of the others, by the kinds of `imported`."""
+    """What each file imports from the others, by the kinds of `imported`."""
     known = {"kvcompress." + re.sub(r"(/__init__)?\.py$", "", name).replace("/", "."): name for name in PYTHON}
     return {
         name: {
@@ -153,7 +153,7 @@ def needs(kinds):
 
 
 def circles(graph):
-    """Files from which imports lead back to themselves."""
+    """Files in import cycles."""
     found = []
     for start in graph:
         seen, stack = set(), list(graph[start])
@@ -167,7 +167,7 @@ def circles(graph):
 
 
 def test_modules_import_one_another_one_way():
-    """Inside rooms too: a circle works or not by who is imported first."""
+    """Within rooms, too: whether a cycle works depends on the order of imports."""
     assert not circles(needs(("now",)))
 
 
@@ -177,7 +177,7 @@ def private(name):
 
 def definitions(tree):
     """Private names that a file defines: methods, attributes of self, of classes and of the module."""
-    found, said = set(), set()  # an annotation alone says what another file defines
+    found, said = set(), set()  # an annotation alone refers to a definition in another file
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
@@ -220,14 +220,14 @@ def test_circles_of_imports_for_type_checkers():
 
 
 def spoken():
-    """How often each word of WORDS is said: alone, or as a part of a name."""
+    """How often each word of WORDS occurs: alone, or as a part of a name."""
     text = "\n".join(re.sub(r"([a-z])([A-Z])", r"\1_\2", path.read_text()).lower() for path in PYTHON.values())
     text += "\n".join(name.removesuffix(".py") for name in PYTHON)
     return {word: len(re.findall(rf"(?<![a-z]){word}(?![a-z])", text)) for word in WORDS}
 
 
 def test_words_are_those_of_the_field():
-    """docs/glossary.md says what stands for each."""
+    """docs/glossary.md has the standard terms."""
     more = {word: n for word, n in spoken().items() if n > WORDS[word]}
     assert not more, f"said more often than { ({word: WORDS[word] for word in more}) }: {more}"
 
@@ -245,7 +245,7 @@ def test_functions_are_short():
 
 
 def statements(left_out=()):
-    """Of each room; "" for the files that are in none."""
+    """Statements of each room; "" for files outside of rooms."""
     count = Counter()
     for name, tree in TREES.items():
         if name.startswith(left_out):
@@ -274,7 +274,7 @@ def test_the_architecture_page_names_what_is_there():
 
 
 def test_the_figures_can_be_wrong():
-    """What the tests count is found where it is."""
+    """The counters find what they count."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
     assert definitions(ast.parse("class A:\n    _x: int\n    def _f(self): self._y = _z = 1")) == {"_f", "_y", "_z"}
 

@@ -1,4 +1,5 @@
-"""Runs engines one after another in this process: settings come as JSON, a line each; what they gave goes out so."""
+"""Runs engines one after another in this process: reads settings as JSON, one line each, and prints their results as
+JSON."""
 
 import json
 import os
@@ -29,13 +30,13 @@ def prompts_of(llm, model):
 
 
 def margin(logprobs):
-    """Of a token, by how much it is likelier than the next best one."""
+    """The margin in log-probability of a token over the next best one."""
     first, second = sorted((x.logprob for x in logprobs.values()), reverse=True)[:2]
     return first - second
 
 
 def choices(llm, prompts):
-    """For each token of the prompts, which one the model would have said there."""
+    """For each token of the prompts, the model's most likely token at that place."""
     from vllm import SamplingParams
 
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
@@ -44,7 +45,7 @@ def choices(llm, prompts):
 
 
 def adapter():
-    """A folder with a LoRA adapter of the shipped model, of random weights."""
+    """A folder with a random LoRA adapter of the shipped model."""
     import torch
     from safetensors.torch import save_file
 
@@ -78,13 +79,13 @@ def layers_of(llm):
 
 
 def formats_of(llm):
-    """Format, and bytes of a page, of each layer."""
+    """Format, and bytes per page, of each layer."""
     layers = [layer for _, layer in layers_of(llm) if hasattr(layer, "impl")]
     return [[x.impl.settings.format, x.kv_cache[0].nbytes // (x.kv_cache.shape[2] // 64)] for x in layers]
 
 
 def found_in_cache(llm, shared):
-    """How many blocks lie in the folder, and how many of them in the cache, byte for byte, in the same layer."""
+    """The number of blocks in the folder, and how many of them are in the cache of the same layer, byte-identical."""
     from safetensors.torch import load_file
 
     count = there = 0
@@ -101,9 +102,9 @@ def found_in_cache(llm, shared):
 
 def run(tokens=60, format=None, mib=128, model=None, forced=False, lora=False, pattern=None, key="kvcompress",
         shared=None, watched=False, **options):  # fmt: skip
-    """tokens: to generate, twice; mib: of the cache; forced: `choices` too; lora: with an adapter; pattern: of a
-    structured output; key: of additional_config; shared: a folder that engines hand their prompts' pages on in;
-    watched: what lies in full pages is looked at after each step."""
+    """tokens: number to generate, twice; mib: size of the cache; forced: also `choices`; lora: with an adapter;
+    pattern: of a structured output; key: of additional_config; shared: a folder for transferring prompts' pages
+    between engines; watched: check the contents of full pages after each step."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams

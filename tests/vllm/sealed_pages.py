@@ -1,4 +1,4 @@
-"""Looks into a running engine: what its requests and its prefix cache can find in full pages is what was computed."""
+"""Inspects a running engine: full pages that its requests and its prefix cache can find have the computed contents."""
 
 import torch
 
@@ -8,8 +8,8 @@ PAGE = 64
 
 
 class Watch:
-    """After each step V of the first layer, read from every full page of every running request, is that of the page's
-    tokens; it depends on nothing else. checked: pages; bad: (request, page) of those where it is not."""
+    """After each step, V of the first layer is read from every full page of every running request and compared; it is
+    a function of the page's tokens. checked: number of pages; bad: (request, page) of wrong ones."""
 
     def __init__(self, llm):
         self.core = llm.llm_engine.engine_core.engine_core

@@ -1,4 +1,4 @@
-"""kvcompress inside of vLLM (`make test-vllm`): tokens beside those of vLLM's own backend, on books-tiny."""
+"""kvcompress in vLLM (`make test-vllm`): tokens compared with those of vLLM's own backend, on books-tiny."""
 
 import atexit
 import importlib.util
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-if not importlib.util.find_spec("vllm.config"):  # of "vllm" this folder would do
+if not importlib.util.find_spec("vllm.config"):  # for "vllm" alone this folder would be found
     pytest.skip("vLLM is not installed: make vllm, then make test-vllm", allow_module_level=True)
 
 ALONE = {"speculative_config", "tensor_parallel_size", "pipeline_parallel_size", "shared"}
@@ -22,7 +22,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4,
 
 
 class Runner:
-    """A process in which engines run one after another: only the first one waits for vLLM's imports."""
+    """A process that runs engines one after another, so that vLLM is imported once."""
 
     def __init__(self):
         self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115 lives as long as the process
@@ -59,7 +59,7 @@ def shared_runner():
 
 
 def engines(*settings):
-    """What engines of one process gave, in order."""
+    """Results of the engines of one process, in order."""
     alone = any(ALONE & set(each) for each in settings)
     runner = Runner() if alone else shared_runner()
     try:
@@ -107,7 +107,7 @@ def test_raw_gives_the_tokens_of_vllm(mode):
 
 
 def leaves_at_near_ties(tokens, wanted):
-    """How many answers are other ones; each only from a token on that was hardly likelier than the next best one."""
+    """Number of answers that differ; each only after a token that was hardly more likely than the next best one."""
     firsts = [
         margins[next(i for i in range(len(x)) if x[i] != y[i])]
         for x, y, margins in zip(tokens, wanted["tokens"][0], wanted["margins"], strict=True)
@@ -118,7 +118,8 @@ def leaves_at_near_ties(tokens, wanted):
 
 
 def test_int8_gives_nearly_the_same_tokens():
-    """One token after a near tie makes all that follow another text: so also each token after the same text."""
+    """A different token at a near tie changes the rest of the text, so each token after the same text is compared,
+    too."""
     got = engines({"format": "int8", "forced": True, "max_num_batched_tokens": 256})[0]
     assert max(leaves_at_near_ties(tokens, plain("float32")) for tokens in got["tokens"]) <= 1
     assert same(got["choices"], plain("float32")["choices"]) >= 0.99
@@ -127,13 +128,14 @@ def test_int8_gives_nearly_the_same_tokens():
 @pytest.mark.parametrize("format", ["int4", "int8/int4"])
 @pytest.mark.parametrize("mode", ["plain", "drafts"])
 def test_formats_with_residual_pages(format, mode):
-    """Not the same numbers, as tokens enter in other pieces: most of the tokens."""
+    """Results differ because tokens are processed in other chunks: most tokens are equal."""
     got = engines({"format": format, "dtype": "bfloat16", "block_size": 512, **MODES[mode]})[0]
     assert min(same(tokens, own("bfloat16")) for tokens in got["tokens"]) > 0.5 and got["hits"] >= 512
 
 
 def test_answers_computed_again_in_pieces_with_drafts():
-    """Of preempted requests, also in pieces as short as drafts: whatever is full is sealed when it can be found."""
+    """Preempted requests are recomputed, also in chunks as short as drafts: every full page is sealed before it can be
+    found."""
     small = {"block_size": 512, "max_num_batched_tokens": 67, "mib": 4, "tokens": 160, "watched": True}
     got = engines({"format": "int4", "dtype": "bfloat16", "speculative_config": NGRAM, **small})[0]
     assert got["metrics"]["vllm:num_preemptions"] > 0

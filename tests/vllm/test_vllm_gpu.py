@@ -1,5 +1,5 @@
-"""The backend as it is on a GPU, without one: builder and forward on the tests' device (support/far.py), the op
-by the CUDA sources compiled for the host, beside the backend on the CPU."""
+"""The backend as on a GPU, without one: builder and forward on the tests' device (support/far.py), with the CUDA
+sources compiled for the host, compared with the backend on the CPU."""
 
 import importlib.util
 from types import SimpleNamespace as Some
@@ -19,7 +19,7 @@ H, G, D, BLOCK, BLOCKS = 2, 2, 64, 8 * PAGE, 12
 
 
 class Side:
-    """An engine's part of the work, on one device."""
+    """The part of an engine on one device."""
 
     def __init__(self, format, device, monkeypatch, drafts=None):
         said = config(format, torch.bfloat16, block_size=BLOCK, drafts=drafts)
@@ -70,8 +70,8 @@ STEPS = {
 @pytest.mark.parametrize("mode", STEPS)
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_steps_as_on_the_cpu(format, mode, monkeypatch):
-    """Prompts, decode steps, the rest of a prompt among them, a row of padding, drafts: the same bytes, results within
-    the bounds; the host neither waits nor sends, and what a recorded step reads stays."""
+    """Prompts, decode steps, remaining chunks of a prompt, a padded row, drafts: the same bytes, results within the
+    bounds. The host neither waits nor copies, and tensors read by a captured step are not reallocated."""
     torch.manual_seed(3)
     drafts, steps = STEPS[mode]
     near_side = Side(format, "cpu", monkeypatch, drafts)
@@ -107,7 +107,7 @@ def test_the_log_says_what_fits(monkeypatch):
 
 
 def test_cuda_finds_the_class_again_by_its_name(monkeypatch):
-    """Its platform makes a path of the class that it was given, and vLLM resolves that."""
+    """vLLM's platform turns the class into a path, which vLLM resolves again."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     from kvcompress.vllm import selected

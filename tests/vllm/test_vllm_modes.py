@@ -1,4 +1,4 @@
-"""kvcompress inside of vLLM (`make test-vllm`): kinds of attention beside vLLM's own backend."""
+"""kvcompress in vLLM (`make test-vllm`): kinds of attention, compared with vLLM's own backend."""
 
 import pytest
 from test_vllm_engine import engines, same
@@ -7,7 +7,7 @@ FAMILIES = ("gemma2", "gemma3", "gemma3n", "gpt_oss")  # soft caps, windows, lay
 
 
 def check_equal(own, raw):
-    """All tokens, and what the model says of them: a random model may repeat one token whatever it attends to."""
+    """All tokens, and their log-probabilities: a random model may repeat one token whatever it attends to."""
     assert "error" not in own and "error" not in raw, (own.get("error"), raw.get("error"))
     assert [same(tokens, own["tokens"][0]) for tokens in raw["tokens"]] == [1, 1]
     wanted, got = (x["logprobs"][0] for x in (own, raw))
@@ -22,7 +22,7 @@ def test_families(family):
 
 
 def test_layers_that_share_a_cache_see_less_of_the_prompt():
-    """vLLM gives them another builder, whose metadata is of the last tokens alone."""
+    """vLLM gives them another builder, with metadata of the last tokens only."""
     own, raw = engines(
         *({"model": "gemma3n", "tokens": 40, "format": x, "kv_sharing_fast_prefill": True} for x in (None, "raw"))
     )
@@ -30,8 +30,8 @@ def test_layers_that_share_a_cache_see_less_of_the_prompt():
 
 
 def test_a_hybrid_model():
-    """Qwen3-Next, whose states are vLLM's; in bfloat16, the one dtype that vLLM's CPU kernels of it take: nearly all
-    tokens after the same text, of which much is found in the cache, in pieces."""
+    """Qwen3-Next, whose states vLLM manages; in bfloat16, the only dtype of vLLM's CPU kernels for it: nearly all
+    tokens after the same text are equal. Much of it is found in the cache, in chunks."""
     settings = {"model": "qwen3_next", "tokens": 8, "dtype": "bfloat16", "forced": True, "max_num_batched_tokens": 576}
     own, raw = engines(*({**settings, "format": x} for x in (None, "raw")))
     assert "error" not in own and "error" not in raw, (own.get("error"), raw.get("error"))

@@ -1,4 +1,4 @@
-"""kvcompress inside of vLLM (`make test-vllm`): what else its own backend serves on CPUs, with the tokens of vLLM."""
+"""kvcompress in vLLM (`make test-vllm`): other features of vLLM's own backend on CPUs, with the same tokens."""
 
 import pytest
 from test_vllm_engine import engines, own, same
@@ -6,7 +6,7 @@ from test_vllm_engine import engines, own, same
 DRAFT = {"method": "draft_model", "model": "books-tiny", "num_speculative_tokens": 3}
 MODES = {
     "tensor parallel": {"tensor_parallel_size": 2},
-    "pipeline parallel": {"pipeline_parallel_size": 2, "enforce_eager": False},  # eager ones fail in vLLM 0.32
+    "pipeline parallel": {"pipeline_parallel_size": 2, "enforce_eager": False},  # eager mode fails in vLLM 0.32
     "compiled": {"enforce_eager": False},
     "a draft model": {"speculative_config": DRAFT},
 }
@@ -33,13 +33,13 @@ def test_raw_gives_them_where_the_text_is_another(mode):
 
 @pytest.mark.parametrize("mode", ["tensor parallel", "pipeline parallel", "compiled"])
 def test_formats_with_residual_pages(mode):
-    """Most of the tokens: ranks add in another order, compiled code rounds otherwise."""
+    """Most tokens are equal: ranks sum in another order, compiled code rounds differently."""
     (got,) = engines({"tokens": 24, "format": "int4", "dtype": "bfloat16", "block_size": 512, **MODES[mode]})
     assert min(same(tokens, [x[:24] for x in own("bfloat16")]) for tokens in got["tokens"]) > 0.5
 
 
 def test_drafts_by_a_model_with_residual_pages():
-    """The target's layers and the draft's, which are int8, share vLLM's blocks."""
+    """The target's layers and the draft's int8 layers share vLLM's blocks."""
     settings = {
         "tokens": 60,
         "format": "int4",
@@ -56,9 +56,10 @@ def test_drafts_by_a_model_with_residual_pages():
 
 
 def test_pages_are_handed_on_to_another_engine(tmp_path):
-    """By vLLM's example of KV transfer. The second engine computes of each prompt only what is behind the last whole
-    block, as one engine does that finds them in its prefix cache."""
-    alone = {"tokens": 24, "format": "int8", "block_size": 64, "max_num_batched_tokens": 4096}  # it saves no chunks
+    """With vLLM's example of KV transfer. The second engine computes of each prompt only what follows the last whole
+    block, like an engine that finds the blocks in its prefix cache."""
+    # it does not save chunks
+    alone = {"tokens": 24, "format": "int8", "block_size": 64, "max_num_batched_tokens": 4096}
     (one,) = engines(alone)
     (first,), (second,) = (engines({**alone, "shared": str(tmp_path)}) for _ in range(2))
     assert first["loaded"] == 0 and first["tokens"] == one["tokens"]

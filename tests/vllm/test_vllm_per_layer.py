@@ -1,4 +1,4 @@
-"""kvcompress inside of vLLM (`make test-vllm`): layers with formats of their own, beside a KVCache with the same."""
+"""kvcompress in vLLM (`make test-vllm`): different formats per layer, compared with an equal KVCache."""
 
 import json
 from functools import cache
@@ -18,7 +18,7 @@ CHUNK = 256
 
 
 def test_raw_in_every_layer_gives_the_tokens_of_vllm():
-    """Nothing is left of the format that layers without one of their own have."""
+    """With raw in every layer, the default format has no effect."""
     named = {str(i): "raw" for i in range(LAYERS)}
     (got,) = engines({"format": {"format": "int8", "per_layer": named}})
     assert [same(tokens, own("float32")) for tokens in got["tokens"]] == [1, 1] and got["hits"] > 2000
@@ -33,7 +33,7 @@ def prompts():
 
 
 def choices(format, per_layer):
-    """What the model with a KVCache would have said behind each token of the prompts."""
+    """The most likely token after each token of the prompts, with a KVCache."""
     model = transformers.AutoModelForCausalLM.from_pretrained(BOOKS, dtype=torch.float32).eval()
     enable(model, verbose=False)
     found = []
@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.parametrize("format", CASES)
 def test_layers_have_the_formats_that_they_have_in_a_kv_cache(format):
-    """Also where layers that keep raw tokens lie beside some that do not, in blocks that all of them share."""
+    """Also if layers with residual pages are next to layers without, in blocks shared by all of them."""
     wanted, most = CASES[format]
     named = {i - LAYERS if i == LAYERS - 1 else i: x for i, x in enumerate(wanted) if x != format}
     settings = {"forced": True, "tokens": 8, "max_num_batched_tokens": CHUNK, "max_num_seqs": 1, "block_size": 1024}
@@ -70,7 +70,7 @@ def test_layers_have_the_formats_that_they_have_in_a_kv_cache(format):
 
 
 def test_prompts_in_pieces_beside_answers():
-    """And prefix hits, of layers with and without residual pages."""
+    """And prefix hits, for layers with and without residual pages."""
     named = {"0": "raw", "-1": "int8"}
     settings = {"dtype": "bfloat16", "block_size": 512, "max_num_batched_tokens": 300}
     (got,) = engines({"format": {"format": "int4", "per_layer": named}, **settings})

@@ -1,9 +1,9 @@
-"""What lies in sealed pages: builder and forward of the backend beside a scheduler that knows.
+"""Contents of sealed pages: builder and forward of the backend with a simulated scheduler.
 
-The scheduler does what vLLM 0.32's does to blocks and lengths: prompts in pieces, drafts of which some are rejected,
-preemption, answers computed again in pieces or found in the prefix cache (in the very step too in which another
-request computes them), blocks that change hands. What attention gives is that over the tokens that were given, and all
-pages that anybody can find hold the bytes of their tokens."""
+The scheduler handles blocks and lengths as vLLM 0.32 does: chunked prompts, drafts of which some are rejected,
+preemption, answers recomputed in chunks or found in the prefix cache (even in the step in which another request
+computes them), reused blocks. Attention must equal that over the given tokens, and all pages that can be found must
+hold the bytes of their tokens."""
 
 import importlib.util
 import random
@@ -30,14 +30,14 @@ TOKENS = torch.randn(3, 1024, 2, 1, D, generator=torch.Generator().manual_seed(5
 
 
 class Layer:
-    """The backend's part, over the blocks of one layer."""
+    """The backend's part, for the blocks of one layer."""
 
     def __init__(self, drafts, monkeypatch):
         said = config("int4", torch.float32, block_size=BLOCK, drafts=drafts)
         said.compilation_config = Some(static_forward_context={})
         said.cache_config.num_gpu_blocks, said.cache_config.kv_cache_size_tokens = BLOCKS, None
         monkeypatch.setattr(backend, "get_current_vllm_config", lambda: said)
-        monkeypatch.setattr(Settings, "check_block", lambda *_: None)  # residual blocks are in memory of their own here
+        monkeypatch.setattr(Settings, "check_block", lambda *_: None)  # residual blocks are in separate memory here
         self.impl = backend.Impl(1, D, D**-0.5, num_kv_heads=1)
         spec = Some(num_kv_heads=1, head_size=D, head_size_v=D)
         self.builder = backend.Builder(spec, ["layer"], said, torch.device("cpu"))
@@ -130,10 +130,10 @@ class Scheduler:
         return True
 
     def row(self, request):
-        """(new tokens, drafts, accepted ones) of the next step; None if there is no room."""
+        """(new tokens, drafts, accepted ones) of the next step; None if there are no blocks."""
         left = request.tokens - request.computed
         new = left if self.random.random() < 0.3 else self.random.randint(1, left)
-        if self.random.random() < 0.5:  # what is left of a step's budget
+        if self.random.random() < 0.5:  # the remaining token budget of a step
             new = min(new, self.random.randint(1, 1 + self.drafts))
         drafts = self.random.randint(0, self.drafts) if request.answers else 0
         while len(request.blocks) * BLOCK < request.computed + new + drafts:
@@ -146,7 +146,7 @@ class Scheduler:
         return new + drafts, drafts, self.random.randint(0, drafts)
 
     def publish(self, request, new, drafts, accepted):
-        """What will be full and sure after this step can be found from now on."""
+        """Pages that will certainly be full after this step can be found from now on."""
         for i in range((request.computed + new - drafts) // BLOCK):
             if self.cached.setdefault((request.content, i), request.blocks[i]) == request.blocks[i]:
                 self.new |= {request.blocks[i]} if BLOCK * (i + 1) > request.computed else set()

@@ -1,4 +1,4 @@
-"""What `additional_config` may say; needs no vLLM."""
+"""Settings in `additional_config`; needs no vLLM."""
 
 from types import SimpleNamespace as Some
 
@@ -68,7 +68,7 @@ def test_none_at_all():
 
 @pytest.mark.parametrize("key", ["kvcompres", "kv_compress", "KVCompress"])
 def test_a_key_that_is_nearly_ours(key):
-    """vLLM takes it without a word, and would serve with its own cache."""
+    """vLLM accepts it silently, and would use its own cache."""
     for extra in ({key: "int8"}, {key: "int8", "other": 1}):
         with pytest.raises(ValueError, match=f"the key 'kvcompress' in additional_config, got '{key}'"):
             asked_for(Some(additional_config=extra))

@@ -1,4 +1,4 @@
-"""Random-weight models of the families, in the size that vLLM's CPU kernels take: heads of 64, float32."""
+"""Random-weight models of the families, in a size that vLLM's CPU kernels support: heads of 64, float32."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def make(family: str, folder: Path) -> str:
         model = hf.AutoModelForCausalLM.from_config(config).float()
         with torch.no_grad():
             for name, x in model.named_parameters():
-                if x.ndim > 1:  # larger than at the start of a training, so that tokens depend on what is attended
+                if x.ndim > 1:  # larger than an initialization for training, so that tokens depend on attention
                     x.normal_(std=x.shape[-1] ** -0.5)
                 elif "sinks" in name:
                     x.normal_()
