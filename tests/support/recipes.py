@@ -186,7 +186,7 @@ ADD_LAYOUT = {  # metadata comes first
     "csrc/core/page.h": after("    int64_t tiles = page_size / KVC_TILE;\n", FRONT),
     "tests/support/codec_reference.py": both(
         in_spec('"int8_front": (8, "int", 0, "token")'),
-        after('(bytes), by page.h."""\n', FRONT_REFERENCE),
+        after('metadata bytes, by page.h."""\n', FRONT_REFERENCE),
     ),
     "tests/core/test_codec.py": after("PAIRS = (\n", '    ("int8_front", "int4"),\n'),
     "tests/golden/make.py": golden_page('"int8_front", "int4", 64, 32'),
