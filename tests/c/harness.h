@@ -1,4 +1,4 @@
-/* harness.h - shared by the C tests: checks that end the program, and random numbers that never change. */
+/* harness.h - shared by the C tests: checks that end the program, and reproducible random numbers. */
 #ifndef KVC_HARNESS_H
 #define KVC_HARNESS_H
 
@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Does new memory hold NaN? Not where reading what nobody wrote is found as it is. */
+/* Whether new memory is filled with NaN; not with tools that detect uninitialized reads themselves. */
 #ifdef KVC_UNPOISONED
 enum { POISON = 0 };
 #else

@@ -1,6 +1,6 @@
-/* main.c - the core without Python: pool, tables and evictions here; codecs, attention and bad arguments in a process of its
- * own for each kernel level that the CPU runs (a level is chosen once), whose stored bytes must agree. `harness scalar
- * avx2 ..`: these levels alone; `harness memory`: none. */
+/* main.c - tests of the core without Python: pool, tables and evictions here; codecs, attention and invalid arguments
+ * in a separate process for each kernel level that the CPU supports (the level is chosen once per process). The stored
+ * bytes of all levels must agree. `harness scalar avx2 ..`: only these levels; `harness memory`: none. */
 #include "harness.h"
 #include "play.h"
 
@@ -9,11 +9,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* Folded from what the tests below store and read, on every level and machine. It changes with the tests; where it changes
- * without them, stored bytes do, and old files cannot be read. */
+/* Hash of everything that the tests below store and read, equal on every level and machine. It changes with the tests;
+ * if it changes without them, stored bytes have changed, and old files cannot be read. */
 #define GOLDEN 0xfe9fadb9af26f380ull
 
-#ifdef KVC_VALGRIND /* whose fused products are not the CPU's to the last bit */
+#ifdef KVC_VALGRIND /* whose fused multiply-adds are not bit-exact */
 #define ROUGH true
 #else
 #define ROUGH false
@@ -27,14 +27,14 @@ static void run_level(const char *level, uint64_t *bytes)
 {
     const char *name;
     setenv("KVCOMPRESS_ISA", level, 1);
-    if (kvc_isa(&name) != KVC_OK) { /* not compiled in, or not on this CPU: ops say so */
+    if (kvc_isa(&name) != KVC_OK) { /* not compiled in, or not supported by this CPU: ops must report it */
         FAILS(KVC_E_VALUE, "KVCOMPRESS_ISA", kvc_attend(&(kvc_attend_args){0}));
         FAILS(KVC_E_VALUE, "KVCOMPRESS_ISA", kvc_compact(&(kvc_store){0}, NULL, 0, NULL));
         return;
     }
     CHECK(!strcmp(name, level));
     int64_t live = kvc_alloc_live();
-    kvc_alloc_poison(POISON); /* nothing may come from memory that nobody wrote */
+    kvc_alloc_poison(POISON); /* results must not depend on uninitialized memory */
     test_codecs();
     test_attention();
     test_arguments();
@@ -64,7 +64,8 @@ static void run_memory(void)
 
 int main(int argc, char **argv)
 {
-    mallopt(M_MMAP_THRESHOLD, 1 << 30), mallopt(M_TRIM_THRESHOLD, 1 << 30); /* faults take a tenth of the time */
+    /* makes page faults take a tenth of the time */
+    mallopt(M_MMAP_THRESHOLD, 1 << 30), mallopt(M_TRIM_THRESHOLD, 1 << 30);
     uint64_t *bytes = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     pid_t pid[N] = {0};
     CHECK(bytes != MAP_FAILED);
@@ -88,12 +89,12 @@ int main(int argc, char **argv)
                 return 1;
             }
     for (int i = 0; i < N; i++)
-        if (bytes[i] && bytes[i] != GOLDEN && !(ROUGH && i > 0)) { /* scalar has none */
+        if (bytes[i] && bytes[i] != GOLDEN && !(ROUGH && i > 0)) { /* valgrind: not for scalar */
             fprintf(stderr, "level %s: stored bytes %#llx, not those of this version\n", LEVELS[i],
                     (unsigned long long)bytes[i]);
             return 1;
         }
-    fputs("levels:", stderr); /* that ran */
+    fputs("levels:", stderr); /* levels that ran */
     for (int i = 0; i < N; i++)
         if (bytes[i]) fprintf(stderr, " %s", LEVELS[i]);
     fputs("\n", stderr);

@@ -1,4 +1,5 @@
-/* main_memory.c - pool, tables and evictions alone: a small program, to build under sanitizers with every run of the tests. */
+/* main_memory.c - only pool, tables and evictions: a small program that every run of the tests builds
+ * with sanitizers. */
 #include "harness.h"
 
 int main(void)

@@ -1,4 +1,4 @@
-/* one_page.c - a level's attention kernels on one page of 64 tokens and 4 query rows, to be counted: see
+/* one_page.c - runs a level's attention kernels on one page of 64 tokens and 4 query rows, to count instructions: see
  * tests/support/aarch64_budgets.py. Usage: one_page LEVEL FORMAT CALLS. */
 #include "base/dispatch.h"
 

@@ -27,7 +27,7 @@ bool is_scalar(void)
 float random_number(kvc_dtype dtype)
 {
     double grid = dtype == KVC_F32 ? 1 << 20 : dtype == KVC_F16 ? 128 : 16;
-    int64_t sum = 0; /* of twelve numbers below 1, in 16 bits */
+    int64_t sum = 0; /* sum of twelve uniform 16-bit numbers */
     for (int i = 0; i < 4; i++) {
         int64_t bits = random_below((int64_t)1 << 48);
         sum += (bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32);
@@ -39,7 +39,7 @@ float random_number(kvc_dtype dtype)
 /* ---------------------------------------------------------------- threads */
 
 typedef struct half {
-    int64_t n, first; /* the parts first, first + 2 of four */
+    int64_t n, first; /* runs the parts first and first + 2 of four */
     void (*body)(int64_t, int64_t, void *);
     void *context;
 } half;
@@ -53,7 +53,7 @@ static void *work(void *argument)
 
 static void run(int64_t n, void (*body)(int64_t, int64_t, void *), void *context)
 {
-    pthread_t thread; /* one, and this: making threads takes a tenth of the harness's time */
+    pthread_t thread; /* a second thread: creating it takes a tenth of the harness's time */
     half here = {n, 0, body, context}, there = {n, 1, body, context};
     CHECK(!pthread_create(&thread, NULL, work, &there));
     work(&here);
@@ -62,9 +62,9 @@ static void run(int64_t n, void (*body)(int64_t, int64_t, void *), void *context
 
 const kvc_exec in_threads = {run};
 
-/* ---------------------------------------------------------------- a play */
+/* ---------------------------------------------------------------- a layer */
 
-/* Of outputs against float64 on the stored values: the design's. */
+/* Bounds for outputs compared with float64 over the stored values, from the design. */
 static double tolerance_of(const kvc_spec *s)
 {
     double most = 1e-5;
@@ -102,7 +102,7 @@ typedef struct call {
     const step *how;
     kvc_attend_args a;
     uint8_t *real;
-    float *aux, *lse; /* lse: given for the mass */
+    float *aux, *lse; /* lse: given, for accumulated attention */
     int64_t T, Tq;
 } call;
 
@@ -120,7 +120,7 @@ static void fill(const play *p, const kvc_dense *x, int64_t heads, int64_t T, in
                             random_number(x->dtype) * (float)(loud > 0 && d == 3 ? loud : 1));
 }
 
-/* The first query of a sequence's first head, and the last of its last, in the dtype's own bits. */
+/* Sets the first query of the first head and the last query of the last head to NaN or Inf, in the dtype's bits. */
 static void spoil(const play *p, const kvc_attend_args *a)
 {
     static const uint16_t bits[2][3] = {{0, 0x7e00, 0x7fc0}, {0, 0x7c00, 0x7f80}};
@@ -167,9 +167,8 @@ static void begin(call *c, play *p, const step *how)
     if (how->mass) c->a.mass = play_poison(B * s->heads * c->a.mass_width, sizeof(float));
     c->lse = play_room(B * Hq * c->Tq, sizeof(float));
     for (int64_t i = 0; i < B * Hq * c->Tq; i++)
-        c->lse[i] = i % 7 == 4    ? -INFINITY
-                    : i % 11 == 6 ? NAN
-                                  : 7 + fabsf(random_number(KVC_F32)); /* of all: above theirs */
+        /* a given lse is that of all tokens: larger than those of the visible ones */
+        c->lse[i] = i % 7 == 4 ? -INFINITY : i % 11 == 6 ? NAN : 7 + fabsf(random_number(KVC_F32));
     if (how->given) c->a.mass_lse = c->lse;
     if (how->exec) c->a.exec = *how->exec;
 }
@@ -187,7 +186,7 @@ static void end(call *c)
     free(c->lse);
 }
 
-/* The entry that attention reads token i from: a raw page that this call fills is read raw. */
+/* The entry that attention reads token i from: a page that this call fills is still raw. */
 static int64_t read_entry(const call *c, int64_t b, int64_t h, int64_t i)
 {
     const play *p = c->p;
@@ -201,7 +200,7 @@ static int64_t read_entry(const call *c, int64_t b, int64_t h, int64_t i)
     return entry;
 }
 
-/* Everything that head h of sequence b holds for this call, in stored order: its slots in `slots`. */
+/* Everything that head h of sequence b holds for this call, in stored order, with its slots in `slots`. */
 static ref_tokens tokens_of(const call *c, int64_t b, int64_t h, int64_t *slots)
 {
     const play *p = c->p;
@@ -265,7 +264,7 @@ static void check_head(const call *c, int64_t b, int64_t h, sums *sum)
             double lse = ref_attend(&x, q, c->a.scale, c->a.softcap, c->a.s_aux ? &c->aux[hq] : NULL, out, weights);
             double got = c->a.lse[(b * c->a.query_heads + hq) * c->Tq + t], whole = 0;
             for (int64_t d = 0; d < x.key_dim; d++) whole += q[d];
-            bool wild = !isfinite(whole) && any; /* NaN in both, and nothing else of it */
+            bool wild = !isfinite(whole) && any; /* both are NaN; nothing else is compared */
             if (wild) {
                 CHECK(isnan(got));
                 for (int64_t d = 0; d < x.value_dim; d++)
@@ -363,7 +362,7 @@ void play_step(play *p, const step *how)
     if (how->T > 1) play_check(p);
 }
 
-/* ---------------------------------------------------------------- a call by hand */
+/* ---------------------------------------------------------------- a call made by hand */
 
 kvc_attend_args play_plan_call(play *p, int64_t T, int64_t Tq, bool transposed)
 {

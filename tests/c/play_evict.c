@@ -1,4 +1,4 @@
-/* play_evict.c - how a played table loses tokens, and the scores by which callers choose them. */
+/* play_evict.c - evictions in an emulated layer, and the scores by which callers select tokens. */
 #include "play.h"
 
 void play_keep_scores(play *p)
@@ -24,7 +24,7 @@ void play_observe(play *p, const float *received, int64_t width)
     free(narrow);
 }
 
-/* ---------------------------------------------------------------- less */
+/* ---------------------------------------------------------------- evictions */
 
 void play_crop(play *p, int64_t seen)
 {
@@ -51,7 +51,7 @@ void play_evict(play *p, int64_t chance, bool ragged, int32_t to)
         }
     kvc_demotion demotion = {formats, t->columns};
     OK(kvc_table_plan_evict(t, keep, &demotion, heads, width));
-    if (random_below(2)) { /* thought better of it, once */
+    if (random_below(2)) { /* roll back once */
         kvc_table_rollback(t);
         OK(kvc_table_plan_evict(t, keep, &demotion, heads, width));
     }

@@ -1,4 +1,4 @@
-/* play_held.c - what a played table holds, against what it was given, and against kvc_read. */
+/* play_held.c - compares the contents of an emulated layer with what it was given, and with kvc_read. */
 #include "play.h"
 
 #include <math.h>
@@ -26,7 +26,7 @@ int64_t play_slot(const kvc_table *t, int64_t line, int64_t i)
     return t->slots ? t->slots[line * t->slot_capacity + i] : t->rows[2 * line + 1] + i;
 }
 
-/* Token `i` of head h, from the page that `entry` names. */
+/* Token `i` of head h, from the page of `entry`. */
 void play_row(const play *p, int64_t entry, int64_t h, int64_t i, int key_side, double *row)
 {
     const kvc_table *t = p->t;
@@ -57,9 +57,9 @@ int64_t play_at(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
     return b * x->stride[0] + h * x->stride[1] + t * x->stride[2];
 }
 
-/* ---------------------------------------------------------------- what it holds */
+/* ---------------------------------------------------------------- contents */
 
-/* Error of a row that its format may make, also after pages were written anew from codes; of its length. */
+/* Relative error of a row in a format, including pages re-encoded from codes. */
 static double format_error(int format)
 {
     if (kvc_format_is_raw(format)) return 0;
@@ -83,7 +83,7 @@ static void check_read(const play *p, kvc_dtype dtype, const double *rows[2])
         for (int64_t bh = 0; bh < p->batch * s->heads; bh++)
             for (int64_t slot = 0; slot < width; slot++) {
                 const double *want = rows[i] + (bh * p->capacity + slot) * dim;
-                double most = 0; /* sums of a rotation round by the row's size */
+                double most = 0; /* sums of a rotation are rounded relative to the row's size */
                 for (int64_t d = 0; d < dim; d++) most = fabs(want[d]) > most ? fabs(want[d]) : most;
                 for (int64_t d = 0; d < dim; d++) {
                     double got = ref_element(dtype, x[i].data, play_at(&x[i], bh / s->heads, bh % s->heads, slot) + d);

@@ -3,13 +3,13 @@
 #include <math.h>
 #include <string.h>
 
-/* formats.def once more, on purpose. */
+/* formats.def again; duplicated on purpose. */
 enum coding { RAW, INT, MID, UINT, E4M3, E5M2, E2M1, LLOYD, SPREAD };
 enum keys { TOKEN, CENTRED, CHANNEL };
 typedef struct spec {
     int bits;
     enum coding coding;
-    int group; /* 0: the whole row */
+    int group; /* 0: whole row */
     enum keys keys;
 } spec;
 static const spec SPEC[] = {
@@ -38,7 +38,7 @@ static inline double level(spec f, unsigned code)
     }
 }
 
-/* Half the distance to the next level, of a value at this one; beyond the last (asymmetric grids saturate) nothing. */
+/* Half the distance to the next level from this one; 0 beyond the last level (asymmetric grids saturate). */
 static double half_gap(spec f, unsigned code)
 {
     if (f.coding < E4M3 || f.coding == SPREAD) return .5;
@@ -61,7 +61,8 @@ static void hadamard(double *row, int64_t dim)
     for (int64_t i = 0; i < dim; i++) row[i] /= sqrt((double)block);
 }
 
-/* A quarter of the dims in two digits of base 4, half in one; the last quarter holds low digits, and is 0. */
+/* The codes of cal2: a quarter of the dims in two base-4 digits, half in one; the last quarter holds low digits, and is
+ * 0. */
 static void digits(double *row, int64_t dim)
 {
     for (int64_t d = 0, low = dim - dim / 4; low < dim; d++, low++) {
@@ -98,7 +99,7 @@ static unsigned cell(const uint8_t *tiles, spec f, int key_side, int dim, int t,
 {
     int run = key_side ? d : t % 16, lane = key_side ? t % 16 : d, lanes = key_side ? 16 : dim;
     int period = key_side ? dim : 16, word, shift;
-    if (f.bits == 3) { /* a tile of 2 bits, then of 1, of V with dims d and d + dim / 2 side by side */
+    if (f.bits == 3) { /* a tile of 2 bits, then of 1; V has dims d and d + dim / 2 interleaved */
         const uint8_t *tile = tiles + t / 16 * 6 * dim;
         int plane = key_side ? d / (dim / 4) : t % 16 / 4, in = key_side ? d % (dim / 4) : 0;
         int byte = key_side ? 4 * (in / 4 * 16 + t % 16) + in % 4 : 4 * d + t % 4, late = byte / (2 * dim);
@@ -142,7 +143,7 @@ static side side_at(const uint8_t *page, int key_side, int key, int value, int64
                     : (side){SPEC[value], value_dim, page + v, page + v_meta};
 }
 
-/* Scale and zero point of dim d of token t; those of the dim before, of the same token, are there. */
+/* Scale and zero point of dim d of token t; those of the previous dim of the same token are given. */
 static void stats_of(const side *s, int key_side, int64_t size, int64_t t, int64_t d, double *scale, double *zero)
 {
     int64_t width = s->f.group ? s->f.group : s->dim, group = d / width, each = s->f.coding == UINT ? 2 : 1;

@@ -1,5 +1,5 @@
-/* reference.h - the stored formats and attention written a second time, in float64 and from page.h's text alone: nothing
- * of the library's arithmetic is used. */
+/* reference.h - an independent implementation of the stored formats and attention, in float64 and from page.h only; it
+ * uses none of the library's arithmetic. */
 #ifndef KVC_REFERENCE_H
 #define KVC_REFERENCE_H
 
@@ -15,7 +15,7 @@ static inline double ref_power_of_two(int e) /* ldexp is slow */
     return *(double *)memcpy(&x, &bits, sizeof x);
 }
 
-/* Small floats by their definition: `code` is sign, exponent, mantissa. */
+/* Small floats by definition: `code` is sign, exponent, mantissa. */
 static inline double ref_small_float(unsigned code, int exponent, int mantissa, int bias)
 {
     int e = (int)(code >> mantissa) & ((1 << exponent) - 1), tiny = e == 0;
@@ -42,7 +42,7 @@ static inline double ref_element(kvc_dtype dtype, const void *array, int64_t i)
     return x;
 }
 
-/* Puts `x` into element i of an array; x must be one that the dtype has. */
+/* Stores `x` to element i of an array; x must be representable in the dtype. */
 static inline void ref_put(kvc_dtype dtype, void *array, int64_t i, float x)
 {
     uint32_t bits;
@@ -59,16 +59,16 @@ static inline void ref_put(kvc_dtype dtype, void *array, int64_t i, float x)
         memcpy((uint16_t *)array + i, &h, sizeof h);
 }
 
-/* What a page holds as token t of one side, [dim]. */
+/* Token t of one side of a page, [dim]. */
 void ref_page_row(const uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
                   int64_t page_size, int64_t t, double *row);
-/* Half a step of the grid that token t's elements were rounded to, [dim]: how far a value may be off at most. */
+/* Half a step of the grid that token t's elements were rounded to, [dim]: the maximum error. */
 void ref_page_steps(const uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
                     int64_t page_size, int64_t t, double *half_step);
-/* Rows of the standalone ops: packed codes and metadata side by side. */
+/* Rows of the standalone ops: packed codes and their metadata. */
 void ref_quantized_row(int format, const uint8_t *codes, const uint8_t *meta, int64_t dim, double *row);
 
-/* One query over n tokens that it sees: out [value_dim] and the natural log of the sum of exp(scores); weights [n]. */
+/* One query over the n tokens that it sees: out [value_dim] and the log of the sum of exp(scores); weights [n]. */
 typedef struct ref_tokens {
     int64_t n, key_dim, value_dim;
     const double *k, *v; /* [n][key_dim], [n][value_dim] */

@@ -1,4 +1,4 @@
-/* test_args.c - what can be wrong with a call of the core is said before a byte is written. */
+/* test_args.c - invalid calls of the core are rejected before anything is written. */
 #include "granular.h"
 #include "play.h"
 
@@ -12,7 +12,7 @@ typedef struct good {
     uint8_t real[2];
 } good;
 
-/* A call that works: 2 sequences of 40 tokens, 2 heads of 16 dims, one token more. */
+/* A valid call: 2 sequences of 40 tokens, 2 heads of 16 dims, one more token. */
 static void open_good(good *g, kvc_pool *pool)
 {
     kvc_spec s = {2, 16, 16, 16, 2, 0, KVC_RAW_F32, KVC_INT8, KVC_INT4, false};
@@ -20,7 +20,8 @@ static void open_good(good *g, kvc_pool *pool)
     play_open(&g->p, pool, &s, 2, 1, 60);
     play_step(&g->p, &(step){.T = 40});
     OK(kvc_table_plan(g->p.t, 1, NULL));
-    g->a = (kvc_attend_args){.store = kvc_table_store(g->p.t), .query_heads = 2, .Tq = 1, .T = 1, .seen = 40, .scale = .25f};
+    g->a = (kvc_attend_args){
+        .store = kvc_table_store(g->p.t), .query_heads = 2, .Tq = 1, .T = 1, .seen = 40, .scale = .25f};
     g->a.q = (kvc_dense){g->q, {32, 16, 16}, KVC_F32};
     g->a.k = (kvc_dense){g->k, {32, 16, 16}, KVC_F32};
     g->a.v = (kvc_dense){g->v, {32, 16, 16}, KVC_F32};
@@ -31,7 +32,8 @@ static void open_good(good *g, kvc_pool *pool)
     OK(kvc_attend(&g->a));
 }
 
-/* `change` is made to the call `a`, its store `s` and copies of its tables; then all is as it was. */
+/* Applies `change` to the call `a`, its store `s` and copies of its tables, expects the error, and
+ * restores everything. */
 #define BAD(status, text, change)                                                                                      \
     do {                                                                                                               \
         kvc_attend_args a = g.a;                                                                                       \
@@ -120,7 +122,7 @@ static void test_attend_args(kvc_pool *pool)
         *at[0] = was;
         *at[1] = bad[i];
         BAD(KVC_E_VALUE, "attend: v: expected finite numbers, got NaN or Inf at sequence 1, head 1, token 0", (void)s);
-        g.real[0] = 1; /* in a pad nobody looks */
+        g.real[0] = 1; /* padding is not checked */
         kvc_attend_args a = g.a;
         a.real = g.real;
         OK(kvc_attend(&a));
@@ -132,7 +134,7 @@ static void test_attend_args(kvc_pool *pool)
     play_close(&g.p);
 }
 
-/* No queries, no tokens, no sequences: nothing to do is no error. */
+/* No queries, no tokens, no sequences: not an error. */
 static void test_nothing(kvc_pool *pool)
 {
     static good g;
@@ -185,7 +187,7 @@ static void test_compact_args(kvc_pool *pool)
     int64_t beside = kvc_entry(kvc_entry_offset(sealed) + bytes, kvc_entry_key(sealed), kvc_entry_value(sealed));
     uint8_t *both = s.arena + kvc_entry_offset(sealed), *was = malloc((size_t)bytes * 2);
     memcpy(was, both, (size_t)bytes * 2);
-    for (int i = 0; i < 2; i++) { /* side by side is apart */
+    for (int i = 0; i < 2; i++) { /* adjacent is not overlapping */
         kvc_move there = {0, i ? beside : sealed, -1, i ? sealed : beside, 0, 16};
         OK(kvc_compact(&s, &there, 1, NULL));
         CHECK(!memcmp(both, both + bytes, (size_t)bytes) && !memcmp(both, was, (size_t)bytes));
@@ -200,7 +202,7 @@ static void test_compact_args(kvc_pool *pool)
     play_close(&g.p);
 }
 
-/* Codecs refuse by name. */
+/* Codecs name the invalid argument. */
 static void test_codec_args(void)
 {
     float x[32] = {0};

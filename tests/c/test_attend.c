@@ -1,4 +1,4 @@
-/* test_attend.c - calls of kvc_attend in plays of the layer, on every format and kind of mask, and through evictions. */
+/* test_attend.c - calls of kvc_attend in emulated layers, with every format and kind of mask, and through evictions. */
 #include "play.h"
 
 #include <math.h>
@@ -9,7 +9,7 @@ static kvc_spec spec_of(int64_t heads, int64_t key_dim, int64_t value_dim, int64
     return (kvc_spec){heads, key_dim, value_dim, page, sinks, 0, raw, key, value, false};
 }
 
-/* A prompt, steps, a chunk, steps; then tokens are taken back. */
+/* A prompt, steps, a chunk, steps; then a crop. */
 static void every_format(kvc_pool *pool, int format)
 {
     play p;
@@ -26,14 +26,14 @@ static void every_format(kvc_pool *pool, int format)
     play_close(&p);
 }
 
-/* Windows, chunks, caps, sinks' logits and pads, over uneven dims and formats of two kinds. */
+/* Windows, chunks, softcaps, attention sinks' logits and padding, with odd dims and two formats. */
 static void every_mask(kvc_pool *pool, const kvc_spec *s, int64_t window, int64_t group)
 {
     play p;
     play_open(&p, pool, s, 2, group, 220);
     play_step(&p, &(step){.T = 37, .pads = true, .window = window, .mass = true});
     if (window < 0)
-        play_step(&p, &(step){.T = 0, .queries = 37, .window = window}); /* also from before a row's first */
+        play_step(&p, &(step){.T = 0, .queries = 37, .window = window}); /* also from before a row's first token */
     play_step(&p, &(step){.T = 1, .window = window, .softcap = 5, .aux = true, .mass = true});
     play_step(&p, &(step){.T = 50, .queries = 5, .window = window, .aux = true});
     play_step(&p, &(step){.T = 0, .queries = 3, .window = window, .wild = true});
@@ -49,7 +49,7 @@ static void every_mask(kvc_pool *pool, const kvc_spec *s, int64_t window, int64_
     play_close(&p);
 }
 
-/* So many columns that a sequence is split into runs, and weights get coarse. */
+/* So many columns that a sequence is split into runs, and weights are coarse. */
 static void long_sequence(kvc_pool *pool, int key, int value)
 {
     play p;
@@ -90,12 +90,12 @@ static void one_full_page(kvc_pool *pool, int key, int value)
     play_evict(&p, 4, false, -1);
     play_step(&p, &(step){.T = 1, .mass = true});
     play_step(&p, &(step){.T = 40});
-    play_evict(&p, 0, false, -1); /* nothing stays, of pages that are still raw either */
+    play_evict(&p, 0, false, -1); /* evicts everything, including raw pages */
     play_step(&p, &(step){.T = 3});
     play_close(&p);
 }
 
-/* A prompt of T tokens, then n alike steps. */
+/* A prompt of T tokens, then n equal steps. */
 static void alike(kvc_pool *pool, const kvc_spec *s, int64_t group, int64_t T, int n, step how)
 {
     play p;
@@ -105,7 +105,7 @@ static void alike(kvc_pool *pool, const kvc_spec *s, int64_t group, int64_t T, i
     play_close(&p);
 }
 
-/* Tokens go straight into sealed pages, the first call's fill whole ones: no raw page is in any table. */
+/* Tokens are appended directly to sealed pages; the first call fills whole pages. No table has a raw page. */
 static void direct(kvc_pool *pool, int raw, int key, int value)
 {
     play p;
@@ -117,7 +117,7 @@ static void direct(kvc_pool *pool, int raw, int key, int value)
     play_close(&p);
 }
 
-/* The same call in one thread and in two gives the same bits. */
+/* The same call in one thread and in two is bit-identical. */
 static void same_in_threads(kvc_pool *pool)
 {
     kvc_spec s = spec_of(4, 64, 64, 16, 0, KVC_RAW_F32, KVC_INT8, KVC_INT4);
@@ -128,14 +128,15 @@ static void same_in_threads(kvc_pool *pool)
     static float q[Q], out[2][Q], lse[2][16];
     for (int i = 0; i < Q; i++) q[i] = random_number(KVC_F32);
     for (int i = 0; i < 2; i++) {
-        kvc_attend_args a = {.store = kvc_table_store(p.t), .q = {q, {512, 64, 64}, KVC_F32}, .query_heads = 8, .Tq = 1};
+        kvc_attend_args a = {
+            .store = kvc_table_store(p.t), .q = {q, {512, 64, 64}, KVC_F32}, .query_heads = 8, .Tq = 1};
         a.seen = p.t->seen, a.scale = .125f, a.lse = lse[i];
         a.out = (kvc_dense){out[i], {512, 64, 64}, KVC_F32};
         if (i) a.exec = in_threads;
         OK(kvc_attend(&a));
     }
     CHECK(!memcmp(out[0], out[1], sizeof out[0]) && !memcmp(lse[0], lse[1], sizeof lse[0]));
-    q[64 + 5] = NAN; /* of one row alone */
+    q[64 + 5] = NAN; /* of one row only */
     q[3 * 64] = INFINITY;
     kvc_attend_args a = {.store = kvc_table_store(p.t), .q = {q, {512, 64, 64}, KVC_F32}, .query_heads = 8, .Tq = 1};
     a.seen = p.t->seen, a.scale = .125f, a.lse = lse[1];
@@ -183,7 +184,7 @@ void test_attention(void)
         spec_of(2, 64, 64, 32, 4, KVC_RAW_F16, KVC_INT4, KVC_INT8),
         spec_of(2, 32, 32, 16, 0, KVC_RAW_BF16, KVC_RAW_BF16, KVC_RAW_BF16),
         spec_of(3, 32, 32, 16, 20, KVC_RAW_F32, KVC_INT4_G32, KVC_KIVI4),
-        spec_of(1, 32, 32, 128, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8), /* more slots than a word has bits */
+        spec_of(1, 32, 32, 128, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8), /* more slots than bits in a word */
     };
     for (size_t i = 0; i < sizeof evicted / sizeof *evicted; i++) {
         int32_t to = KVC_INT4_TOKEN << 8 | KVC_INT2_ASYM;
@@ -192,8 +193,9 @@ void test_attention(void)
     }
     one_full_page(pool, KVC_INT8, KVC_INT4_TOKEN);
     one_full_page(pool, KVC_INT4, KVC_INT8);
-    kvc_spec plain = spec_of(1, 32, 32, 128, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8); /* rows of slots side by side */
-    alike(pool, &plain, 2, 90, 3, (step){.T = 5, .queries = 2, .window = 50, .mass = true}); /* across a word of bits */
+    kvc_spec plain = spec_of(1, 32, 32, 128, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8); /* rows with adjacent slots */
+    /* across a word of the mask */
+    alike(pool, &plain, 2, 90, 3, (step){.T = 5, .queries = 2, .window = 50, .mass = true});
     kvc_spec sealed = spec_of(1, 32, 32, 16, 0, KVC_RAW_F32, KVC_INT8, KVC_INT4);
     alike(pool, &sealed, 1, 40, 10, (step){.T = 6, .pads = true, .mass = true});
     kvc_spec widest = spec_of(1, KVC_MAX_DIM, 512, 16, 0, KVC_RAW_BF16, KVC_INT4, KVC_INT4);

@@ -1,4 +1,5 @@
-/* test_codec.c - every format, both sides, pages and standalone rows, against float64; bytes that never change. */
+/* test_codec.c - every format, both sides, pages and standalone rows, compared with float64; bytes
+ * that never change. */
 #include "play.h"
 
 #include "base/floats.h"
@@ -8,11 +9,11 @@
 
 static const int64_t DIMS[] = {16, 32, 64, 96, 128, 256};
 
-/* The host's own settings of fp32: rounding up, subnormals flushed. Neither bytes nor the settings may change. */
+/* Unusual fp32 settings of the host: rounding up, flushed subnormals. Neither bytes nor the settings may change. */
 static void strange_floats(bool on)
 {
 #if defined(__x86_64__)
-#ifdef KVC_VALGRIND /* which keeps the rounding alone */
+#ifdef KVC_VALGRIND /* which supports only the rounding mode */
     enum { STRANGE = 0x4000, USUAL = 0, BITS = 0x6000 };
 #else
     enum { STRANGE = 0xc040, USUAL = 0, BITS = 0xe040 };
@@ -27,7 +28,7 @@ static void strange_floats(bool on)
 
 static bool takes(int format, int64_t dim) { return kvc_format_check(format, dim) == KVC_OK; }
 
-/* Rows of every magnitude, some with outliers, zeros, constants. `tame`: within what fp16 holds. */
+/* Rows of every magnitude, some with outliers, zeros, constants. `tame`: within the range of fp16. */
 static void fill(float *x, int64_t n, int64_t dim, bool tame)
 {
     for (int64_t i = 0; i < n; i++)
@@ -39,7 +40,7 @@ static void fill(float *x, int64_t n, int64_t dim, bool tame)
         }
 }
 
-/* No element is further from what was given than half a step of its grid, or the last level where the grid ends. */
+/* No element is off by more than half a step of its grid, or clipped at the last level. */
 static void check_page(const uint8_t *page, int format, int64_t dim, int64_t size, const float *given, int key_side)
 {
     double row[KVC_MAX_DIM], half[KVC_MAX_DIM];
@@ -52,15 +53,16 @@ static void check_page(const uint8_t *page, int format, int64_t dim, int64_t siz
             double want = given[t * dim + d], error = fabs(row[d] - want);
             off += error * error, all += want * want;
             if (f.rotated) continue;
-            bool block = f.coding == KVC_CODING_E2M1; /* a rounded scale may be up to a step too small */
+            bool block = f.coding == KVC_CODING_E2M1; /* a rounded scale may be one step too small */
             double ends = block                                                        ? .34 * fabs(want)
                           : f.coding == KVC_CODING_E4M3 || f.coding == KVC_CODING_E5M2 ? 1e-3 * fabs(want)
                                                                                        : 0;
             double scale = 2e-3 * fabs(want) + 1e-3 * half[d]; /* stored in 11 bits */
             CHECK(error <= half[d] + ends + scale + 1e-7);
         }
-        /* A grid after a rotation cuts its tails: not each element is near, the row is (short ones less), unless it is all in
-         * one. Of digits, which leave out dims that are like the others here, what is left is as long as it was. */
+        /* After a rotation, the grid clips the tails: the row is close, but not each element (except short rows, and
+         * rows with a single nonzero element). For cal2, which drops dims that are like the others here, the norm of
+         * the rest is preserved. */
         bool flat = given[t * dim] == given[t * dim + 1];
         double most = f.rotated == KVC_DIGITS ? 1.5 : f.bits == 4 ? .3 : f.bits == 3 ? .5 : .8;
         if (f.rotated && !key_side && !flat) CHECK(sqrt(off) <= most * sqrt(all));
@@ -80,7 +82,7 @@ static double page_error(const uint8_t *page, int format, int64_t dim, int64_t s
     return sqrt(off / all);
 }
 
-/* Tokens that go to other places of another page keep their numbers to the bit. */
+/* Tokens moved to other places of another page keep their exact values. */
 static void check_copies(uint8_t *page, int format, int64_t dim, int64_t size)
 {
     uint8_t *other = calloc(1, (size_t)kvc_page_bytes(format, format, dim, dim, size));
@@ -108,8 +110,8 @@ static void test_pages(int format, int64_t dim, int64_t size, const kvc_exec *ex
     fill(k, B * H * T, dim, true);
     fill(v, B * H * T, dim, true);
     for (int64_t i = 0; i < n; i++) {
-        k[i] += i % dim == 7 ? 9 : 0;               /* what centring is for */
-        k[i] *= i % dim == 3 ? 1.f / (1 << 12) : 1; /* a channel that is small throughout */
+        k[i] += i % dim == 7 ? 9 : 0;               /* which centring removes */
+        k[i] *= i % dim == 3 ? 1.f / (1 << 12) : 1; /* a channel of small values */
     }
     kvc_dense kd = {k, {H * T * dim, T * dim, dim}, KVC_F32}, vd = {v, {H * T * dim, T * dim, dim}, KVC_F32};
     strange_floats(true);
@@ -157,7 +159,7 @@ static void test_rows(int format, int64_t dim)
     uint8_t *codes = malloc(N * (size_t)bytes), *scales = malloc(N * (size_t)meta);
     fill(x, N, dim, false);
     for (int64_t d = 0; d < dim; d++)
-        x[9 * dim + d] = d % 2 ? 0x1p-100f : -0x1p-100f; /* less counts as 0 where rotated */
+        x[9 * dim + d] = d % 2 ? 0x1p-100f : -0x1p-100f; /* smaller values count as 0 in rotated formats */
     strange_floats(true);
     OK(kvc_quantize(format, KVC_F32, x, N, dim, codes, scales, NULL));
     strange_floats(false);
@@ -176,7 +178,7 @@ static void test_rows(int format, int64_t dim)
     free(x), free(y), free(codes), free(scales);
 }
 
-/* The conversions that are integer arithmetic: every small float, and every boundary between two. */
+/* The conversions by integer arithmetic: every small float, and every boundary between two. */
 static void test_floats(void)
 {
     for (uint32_t h = 0; h < 65536; h++) {
@@ -199,7 +201,7 @@ static void test_floats(void)
     CHECK(kvc_f32_to_bf16(kvc_f32_of_bits(0x3f818000)) == 0x3f82);
 }
 
-/* Room for the codes and metadata of a page, or of a tile and its rows, or for the centroid. */
+/* Large enough for the codes and metadata of a page, for a tile and its rows, and for the centroid. */
 static void test_scratch(void)
 {
     for (int format = KVC_RAW_BF16 + 1; format < KVC_FORMATS; format++)
@@ -213,7 +215,7 @@ static void test_scratch(void)
             }
 }
 
-/* A row of digits that is zero but for one element, the first one too. */
+/* A row of cal2 with a single nonzero element, including the first. */
 static void test_lone_elements(void)
 {
     enum { DIM = 64, SIZE = 16 };
@@ -239,7 +241,8 @@ void test_codecs(void)
         for (size_t i = 0; i < sizeof DIMS / sizeof *DIMS; i++) {
             if (!takes(format, DIMS[i])) continue;
             if (!kvc_format_is_raw(format)) test_rows(format, DIMS[i]);
-            if (format == KVC_RAW_F16 || format == KVC_RAW_BF16) continue; /* pack takes their own dtype: test_attend */
+            /* pack requires their own dtype: test_attend */
+            if (format == KVC_RAW_F16 || format == KVC_RAW_BF16) continue;
             test_pages(format, DIMS[i], i % 2 ? 16 : 48, i % 2 ? &in_threads : NULL);
         }
 }

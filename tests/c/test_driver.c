@@ -1,4 +1,4 @@
-/* test_driver.c - what the attention driver decides: when other threads are woken, and what a row's tokens are to it. */
+/* test_driver.c - decisions of the attention driver: when other threads are used, and which tokens a row has. */
 #include "play.h"
 
 #include <math.h>
@@ -10,7 +10,7 @@ static kvc_spec spec_of(int64_t heads, int64_t sinks, int raw, int key, int valu
 
 /* ---------------------------------------------------------------- threads */
 
-static int64_t handed; /* items that went to an executor */
+static int64_t handed; /* items that were passed to an executor */
 
 static void counting(int64_t n, void (*body)(int64_t, int64_t, void *), void *context)
 {
@@ -18,7 +18,7 @@ static void counting(int64_t n, void (*body)(int64_t, int64_t, void *), void *co
     body(0, n, context);
 }
 
-/* Items that go to an executor when Tq queries read what a sequence of `stored` tokens holds. */
+/* Number of items passed to an executor when Tq queries attend to a sequence of `stored` tokens. */
 static int64_t handed_of(kvc_pool *pool, int64_t heads, int64_t stored, int64_t Tq)
 {
     play p;
@@ -35,16 +35,16 @@ static int64_t handed_of(kvc_pool *pool, int64_t heads, int64_t stored, int64_t 
     return handed;
 }
 
-/* From 64 KiB of elements on, times the queries that read them: an item a head, 64 queries, and run of 8 columns. */
+/* From 64 KiB of elements on, times the number of queries: an item per head, 64 queries, and run of 8 columns. */
 static void test_threads(kvc_pool *pool)
 {
     CHECK(handed_of(pool, 2, 40, 7) == 0); /* 4 columns (0 is of sinks) x 16 x 64 x 2 heads = 2^13 */
     CHECK(handed_of(pool, 2, 40, 8) == 2);
-    CHECK(handed_of(pool, 1, 130, 64) == 0); /* one item is nobody else's */
+    CHECK(handed_of(pool, 1, 130, 64) == 0); /* a single item stays in the calling thread */
     CHECK(handed_of(pool, 2, 130, 65) == 4);
     CHECK(handed_of(pool, 2, 260, 1) == 0); /* 18 columns, two runs */
     CHECK(handed_of(pool, 2, 260, 2) == 4);
-    for (int64_t T = 127; T <= 128; T++) { /* 512 bytes a token of its own */
+    for (int64_t T = 127; T <= 128; T++) { /* 512 bytes per own token */
         play p;
         kvc_spec s = spec_of(2, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8);
         play_open(&p, pool, &s, 1, 1, T);
@@ -57,7 +57,7 @@ static void test_threads(kvc_pool *pool)
 
 /* ---------------------------------------------------------------- rows */
 
-/* A first call that ends within the sinks is looked at as any other. */
+/* A first call that ends within the sinks is checked like any other. */
 static void test_within_sinks(kvc_pool *pool)
 {
     play p;
@@ -77,7 +77,7 @@ static void test_within_sinks(kvc_pool *pool)
     play_close(&p);
 }
 
-/* A table may end where the call does: nothing is read behind it (for sanitizers to see). */
+/* A table may end with the call's columns: nothing is read beyond it (for sanitizers). */
 static void test_full_table(kvc_pool *pool)
 {
     play p;
@@ -94,7 +94,7 @@ static void test_full_table(kvc_pool *pool)
     play_close(&p);
 }
 
-/* Slots that were pads may lie between the stored tokens and a call's own. */
+/* Slots of padding may be between the stored tokens and a call's own. */
 static void test_gap(kvc_pool *pool)
 {
     play p;
@@ -118,7 +118,7 @@ static void test_gap(kvc_pool *pool)
     play_close(&p);
 }
 
-/* A sequence of a page or two beside one of fifty: most of its runs have no columns. */
+/* A sequence of a page or two next to one of fifty: most of its runs have no columns. */
 static void test_uneven(kvc_pool *pool, int key)
 {
     play p;
@@ -131,7 +131,7 @@ static void test_uneven(kvc_pool *pool, int key)
     play_close(&p);
 }
 
-/* Eight heads whose pages are attended to side by side, with accumulated attention too. */
+/* Eight heads with interleaved pages, also with accumulated attention. */
 static void test_side_by_side(kvc_pool *pool)
 {
     play p;
@@ -157,8 +157,8 @@ static void steps(int64_t begin, int64_t end, void *pool)
     play_close(&p);
 }
 
-/* Calls that find in their memory what the last one left there, which filled a page and sealed it: in a thread that had no other memory,
- * and new memory is not poisoned. */
+/* Workspace contains data of the previous call, which filled a page and sealed it: in a thread without other memory,
+ * and without poisoning. */
 static void test_left_behind(kvc_pool *pool)
 {
     kvc_alloc_poison(false);
@@ -166,7 +166,7 @@ static void test_left_behind(kvc_pool *pool)
     kvc_alloc_poison(POISON);
 }
 
-/* Every pair of the call's seals is looked at, both halves of it. */
+/* Both entries of every seal are checked. */
 static void test_seals(kvc_pool *pool)
 {
     play p;
@@ -203,7 +203,7 @@ static void test_seals(kvc_pool *pool)
     play_close(&p);
 }
 
-/* A query of NaN is NaN, and nothing to those beside it, whose scores are so low that no other number may stand for theirs. */
+/* A query of NaN gives NaN and does not affect others, whose scores are so low that no default may replace them. */
 static void test_neighbours(kvc_pool *pool, int raw, int key)
 {
     play p;
@@ -231,7 +231,8 @@ static void test_neighbours(kvc_pool *pool, int raw, int key)
 
 /* ---------------------------------------------------------------- digits */
 
-/* In a long sequence pages that weigh little need not be exact; one that weighs all is: its tokens count e^s, V as stored. */
+/* In a long sequence, pages with little weight may be inexact; one with all the weight is exact: its tokens have
+ * weights e^s and stored V. */
 static void test_heavy_page(kvc_pool *pool, int value)
 {
     enum { T = 1100, HEAVY = 512, P = 16, D = 32 };

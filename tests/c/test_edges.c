@@ -1,5 +1,4 @@
-/* test_edges.c - calls of kvc_attend at the edge of what is taken: the last value that passes, and what may never come out
- * of one that does. */
+/* test_edges.c - limits of kvc_attend: the last valid value of each argument, and results that must never occur. */
 #include "play.h"
 
 #include <math.h>
@@ -9,7 +8,7 @@ static kvc_spec spec_of(int64_t heads, int64_t sinks, int raw, int key, int valu
     return (kvc_spec){heads, 32, 32, 16, sinks, 0, raw, key, value, false};
 }
 
-/* One item after the other, the last first. */
+/* Items one after the other, in reverse order. */
 static void backwards(int64_t n, void (*body)(int64_t, int64_t, void *), void *context)
 {
     for (int64_t i = n - 1; i >= 0; i--) body(i, i + 1, context);
@@ -26,7 +25,7 @@ static void not_finite(const kvc_dense *x, int64_t at, bool nan)
         ((uint16_t *)x->data)[at] = bits[x->dtype][nan];
 }
 
-/* The lowest sequence, head, token, and k before v, however they lie and whoever finds them first. */
+/* The lowest sequence, head and token, and k before v, whatever the layout and whichever thread finds them first. */
 static void test_not_finite(kvc_pool *pool)
 {
     static const kvc_exec in_reverse = {backwards};
@@ -46,7 +45,7 @@ static void test_not_finite(kvc_pool *pool)
             const kvc_dense *x = k ? &a.k : &a.v;
             not_finite(x, play_at(x, b, h, t) + (i % 2 ? D - 1 : i % 4 ? 0 : random_below(D)), i % 3);
             int64_t rank = (b * H + h) * T + t;
-            if (round % 4 >= 2 && !real[b * T + t]) continue; /* nobody looks at pads */
+            if (round % 4 >= 2 && !real[b * T + t]) continue; /* padding is not checked */
             if (k > in_k || (k == in_k && rank < lowest)) lowest = rank, in_k = k;
         }
         if (round % 4 >= 2) {
@@ -74,7 +73,7 @@ static void test_not_finite(kvc_pool *pool)
     }
 }
 
-/* ---------------------------------------------------------------- the last that passes */
+/* ---------------------------------------------------------------- the last valid values */
 
 static void test_limits(kvc_pool *pool)
 {
@@ -102,7 +101,7 @@ static void test_limits(kvc_pool *pool)
     TAKES(a.window = INT64_MAX / 2);
     TAKES((a.store.slots = slots, a.store.slot_capacity = 40));
     TAKES((a.mass = mass, a.mass_width = 41));
-    kvc_attend_args none = good; /* without sequences nothing but the limits counts */
+    kvc_attend_args none = good; /* without sequences, only the limits are checked */
     none.store.batch = 0, none.n_seals = 0;
     TAKES((a = none, a.seen = 0, a.T = INT32_MAX));
     TAKES((a = none, a.store.heads = INT32_MAX, a.query_heads = INT32_MAX));
@@ -113,7 +112,7 @@ static void test_limits(kvc_pool *pool)
     TAKES((a = none, a.store.page_size = KVC_MAX_PAGE, a.store.sinks = KVC_MAX_PAGE));
     TAKES((a = none, a.store.page_size = KVC_TILE, a.store.sinks = 0));
 
-    /* The arena may end where the last page does. */
+    /* The arena may end with the last page. */
     int64_t end = 0, used = 4, B = p.batch;
     for (int64_t b = 0; b < B; b++)
         for (int64_t c = 0; c < used; c++) {
@@ -131,7 +130,7 @@ static void test_limits(kvc_pool *pool)
     play_close(&p);
 }
 
-/* A sink page is laid out for its own number of tokens, also where all pages have one format. */
+/* A sink page is laid out for its own number of tokens, even if all pages have one format. */
 static void test_sink_page(kvc_pool *pool)
 {
     play p;
@@ -154,7 +153,8 @@ static void test_sink_page(kvc_pool *pool)
     play_close(&p);
 }
 
-/* What a column takes: formats of single tokens anywhere, others where the call fills the page from its first token on. */
+/* What a column accepts: formats that take single tokens anywhere, others only if the call fills the page from its
+ * first token. */
 static void test_targets(kvc_pool *pool)
 {
     play p;
@@ -164,7 +164,7 @@ static void test_targets(kvc_pool *pool)
     static const struct {
         int64_t T, column;
         int key, value;
-        const char *text; /* NULL: taken */
+        const char *text; /* NULL: accepted */
     } cases[] = {
         {1, 3, KVC_INT8, KVC_FP8_E5M2, NULL},
         {1, 3, KVC_INT4_TOKEN, KVC_INT8, "column 3 that takes single tokens, got int4_token, int8"},
@@ -204,9 +204,10 @@ static void test_targets(kvc_pool *pool)
     play_close(&p);
 }
 
-/* ---------------------------------------------------------------- what comes out */
+/* ---------------------------------------------------------------- results */
 
-/* Every page sealed, none raw (of sinks that page alone): what the kernels of a format need is asked of that format alone. */
+/* Every page is sealed and none is raw (with sinks, only their page): the kernels' inputs are those of
+ * one format only. */
 static void test_sealed_alone(kvc_pool *pool, int64_t sinks, int key, int value)
 {
     play p;
@@ -227,7 +228,7 @@ static void test_sealed_alone(kvc_pool *pool, int64_t sinks, int key, int value)
     play_close(&p);
 }
 
-/* Decoded numbers beyond what fp16 holds come out as its largest. */
+/* Decoded values beyond the range of fp16 are clamped to its largest number. */
 static void test_largest(kvc_pool *pool)
 {
     play p;
@@ -240,7 +241,7 @@ static void test_largest(kvc_pool *pool)
     play_end_call(&a);
     double row[KVC_MAX_DIM];
     play_row(&p, play_entry(&p, 0, 0, 3), 0, 3, 0, row);
-    CHECK(row[1] > 65520); /* else nothing is tested */
+    CHECK(row[1] > 65520); /* otherwise nothing is tested */
     a = play_plan_call(&p, 0, 20, false);
     OK(kvc_attend(&a));
     for (int64_t i = 0; i < 20 * 32; i++)
@@ -250,7 +251,7 @@ static void test_largest(kvc_pool *pool)
     play_close(&p);
 }
 
-/* Scores that overflow, either way: NaN for that query, nothing for the mass of others. */
+/* Scores that overflow in either direction: NaN for that query, no effect on the accumulated attention of others. */
 static void test_overflow(kvc_pool *pool, float q)
 {
     play p;
@@ -272,8 +273,8 @@ static void test_overflow(kvc_pool *pool, float q)
     play_close(&p);
 }
 
-/* A page of which only some tokens come: they stand in for the others. K is encoded anew, V goes in its codes; then the
- * other way round. */
+/* Only some tokens of a page are moved: the rest is filled with copies. K is re-encoded and V copied as codes; then
+ * vice versa. */
 static void test_parts(kvc_pool *pool)
 {
     for (int way = 0; way < 2; way++) {
@@ -298,14 +299,14 @@ static void test_parts(kvc_pool *pool)
                     play_row(&p, from, h, 16 + moves[i].from_token, side, was);
                     ref_page_row(page, side, key, value, 32, 32, 16, moves[i].to_token, is);
                     for (int d = 0; d < 32; d++) off += (is[d] - was[d]) * (is[d] - was[d]), all += was[d] * was[d];
-                    CHECK(side == way ? off == 0 : off < .09 * all && off > 0); /* as rows of test_codec.c */
+                    CHECK(side == way ? off == 0 : off < .09 * all && off > 0); /* bounds as in test_codec.c */
                 }
         kvc_pool_unref(pool, at);
         play_close(&p);
     }
 }
 
-/* Nothing to do takes nothing but what the rows are told in, and the copy of the table. */
+/* A call with nothing to do allocates only its rows and the copy of the table. */
 static void test_idle(kvc_pool *pool)
 {
     play p;
@@ -334,7 +335,7 @@ void test_edges(void)
         test_sealed_alone(pool, 0, KVC_INT8, format);
         test_sealed_alone(pool, 0, format, format);
     }
-    test_sealed_alone(pool, 4, KVC_INT8, KVC_INT8); /* but the sinks, which are raw */
+    test_sealed_alone(pool, 4, KVC_INT8, KVC_INT8); /* except the sinks, which are raw */
     test_largest(pool);
     test_overflow(pool, 3e38f);
     test_overflow(pool, -3e38f);

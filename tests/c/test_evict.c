@@ -1,12 +1,12 @@
-/* test_evict.c - evictions in a random walk of tables, each head for itself, pages that go down, every allocation failing
- * once: what each slot of each head must hold, and what no page may lose. The walk plays the ops: a token is a tag. */
+/* test_evict.c - evictions in a random walk of tables, per head, with demotion, and every allocation failing once: the
+ * expected contents of each slot of each head, and no lost pages. The walk emulates the ops: a token is a tag. */
 #include "harness.h"
 #include "table/table.h"
 
 enum { ROWS = 4, HEADS = 3, SLOTS = 700 };
 
 typedef struct model {
-    int32_t tag[ROWS][HEADS][SLOTS]; /* 0: not there */
+    int32_t tag[ROWS][HEADS][SLOTS]; /* 0: none */
 } model;
 
 static int64_t line_of(const kvc_table *t, int64_t b, int64_t h)
@@ -14,7 +14,7 @@ static int64_t line_of(const kvc_table *t, int64_t b, int64_t h)
     return b * t->table_heads + (t->table_heads == 1 ? 0 : h);
 }
 
-/* Where a token of head h is in the page that an entry names; `heads`: how many pages it names. */
+/* Location of a token of head h in the page of an entry; `heads`: number of pages per entry. */
 static char *tag_at(const kvc_table *t, int64_t entry, int64_t heads, int64_t h, int64_t layout, int64_t token)
 {
     const kvc_spec *s = &t->spec;
@@ -64,7 +64,7 @@ static void check_table(const kvc_table *t, const model *m)
     OK(kvc_pool_check(t->pool));
 }
 
-/* Runs `call` with its first, second, ... allocation failing, until it gets through; a failure leaves all in place. */
+/* Runs `call` with its first, second, ... allocation failing until it succeeds; a failure must change nothing. */
 #define WITH_FAILURES(t, m, call)                                                                                      \
     for (int64_t n_ = 1;; n_++) {                                                                                      \
         kvc_pool_stats before_, after_;                                                                                \
@@ -109,7 +109,7 @@ static void append(kvc_table *t, model *m, bool pads)
             for (int64_t i = 0; i < P; i++)
                 memcpy(tag_at(t, seals[2 * k + 1], heads, h, P, i), tag_at(t, seals[2 * k], heads, h, P, i), 4);
     kvc_table_commit(t);
-    for (int64_t r = 0; t->scores && r < t->batch * HEADS; r++) { /* a score is the tag, too */
+    for (int64_t r = 0; t->scores && r < t->batch * HEADS; r++) { /* the score is the tag, too */
         int64_t line = line_of(t, r / HEADS, r % HEADS);
         for (int64_t i = 0; i < t->rows[2 * line]; i++) {
             int64_t slot = slot_of(t, line, i);
@@ -118,10 +118,10 @@ static void append(kvc_table *t, model *m, bool pads)
     }
 }
 
-/* What `kvc_compact` does. */
+/* As `kvc_compact` does. */
 static void compact(const kvc_table *t)
 {
-    int64_t n, heads; /* pages that an entry of the table that will be names */
+    int64_t n, heads; /* heads: pages per entry of the new table */
     const kvc_move *moves = kvc_table_moves(t, &n, &heads);
     for (const kvc_move *m = moves; m < moves + n; m++)
         for (int64_t h = 0; h < heads; h++) {
@@ -157,7 +157,7 @@ static void evict(kvc_table *t, model *m)
         }
     WITH_FAILURES(t, m, kvc_table_plan_evict(t, keep, random_below(2) ? &down : NULL, heads, width));
     FAILS(KVC_E_VALUE, "under way", kvc_table_plan_evict(t, keep, NULL, heads, width));
-    if (random_below(4) == 0) { /* forgotten before anything was copied */
+    if (random_below(4) == 0) { /* rolled back before anything was copied */
         kvc_table_rollback(t);
         return;
     }
@@ -211,7 +211,7 @@ static void walk(kvc_pool *pool, const kvc_spec *spec, bool pads, bool scored, i
     CHECK(left.slots == 0 && left.resident == 0);
 }
 
-/* n tokens in a table of two heads, all to be kept. */
+/* A table of two heads with n tokens, all marked to be kept. */
 static kvc_table *open_table(kvc_pool *pool, int64_t n, uint8_t *keep)
 {
     kvc_spec s = {2, 32, 32, 16, 0, 0, KVC_RAW_F32, KVC_INT8, KVC_INT4, false};
@@ -223,7 +223,7 @@ static kvc_table *open_table(kvc_pool *pool, int64_t n, uint8_t *keep)
     return t;
 }
 
-/* An open page that loses nothing stays shared; one that does is copied, what is left of it alone. */
+/* An open page without evictions stays shared; otherwise only what remains of it is copied. */
 static void test_open_page(kvc_pool *pool)
 {
     uint8_t keep[10];
@@ -235,7 +235,7 @@ static void test_open_page(kvc_pool *pool)
         if (gone >= 0) keep[gone] = 0;
         OK(kvc_table_plan_evict(t, keep, NULL, 1, 10));
         const kvc_move *m = kvc_table_moves(t, &n, &heads);
-        bool copied = gone >= 0 && gone < 9; /* the last of them leaves the others where they are */
+        bool copied = gone >= 0 && gone < 9; /* evicting the last one leaves the others in place */
         CHECK(n == (copied ? 9 : 0) && kvc_table_evicts(t) == (gone >= 0));
         for (int64_t i = 0; i < n; i++)
             CHECK(m[i].from == entry && m[i].from_token == i + (i >= gone) && m[i].to_token == i);
@@ -247,7 +247,7 @@ static void test_open_page(kvc_pool *pool)
     }
 }
 
-/* Arrays that are far larger than what is left get smaller; others stay. */
+/* Arrays much larger than needed are shrunk; others are kept. */
 static void test_room_left(kvc_pool *pool)
 {
     enum { N = 6400 };
@@ -256,13 +256,13 @@ static void test_room_left(kvc_pool *pool)
         kvc_table *t = open_table(pool, N, keep);
         OK(kvc_table_keep_scores(t, true));
         int64_t columns = t->columns, slots, scores = t->score_capacity;
-        keep[5] = 0; /* so that there are slots */
+        keep[5] = 0; /* so that there are stored slots */
         OK(kvc_table_plan_evict(t, keep, NULL, 1, N));
         kvc_table_commit(t);
         CHECK(t->columns == columns && t->score_capacity == scores && t->slot_capacity >= t->rows[0]);
         slots = t->slot_capacity;
         memset(keep + left, 0, (size_t)(N - left));
-        for (int i = 0; i < 2; i++) { /* room for what was there before it; then for what it has left */
+        for (int i = 0; i < 2; i++) { /* capacity for the previous length; then for the remaining one */
             OK(kvc_table_plan_evict(t, keep, NULL, 1, N));
             kvc_table_commit(t);
         }

@@ -1,11 +1,11 @@
-/* test_feedback.c - codes that make up for each other's errors lose less in the metric that they are chosen by. */
+/* test_feedback.c - codes with error feedback have a lower error in the metric that they are chosen by. */
 #include "play.h"
 
 #include <math.h>
 
 enum { D = 64, H = 2, T = 100, ROWS = H * T * D };
 
-/* A rotated row's error in the metric of a head's feedback. */
+/* Error of a rotated row in the metric of a head's feedback. */
 static double cost_of(const double *error, const float *feedback)
 {
     double turned[D], cost = 0;
@@ -21,8 +21,8 @@ static double cost_of(const double *error, const float *feedback)
     return cost;
 }
 
-/* alone: rows' dims weigh nothing in each other, so that the nearest codes are best. ragged: behind what an eviction has left,
- * in a table with a row for each head, whose feedback is the head's own. */
+/* alone: dims do not interact, so rounding to nearest is optimal. ragged: after an eviction, in a table with a row per
+ * head, where each head has its own feedback. */
 static void fed_back(kvc_pool *pool, int format, bool alone, const bool sides[2], bool ragged)
 {
     static float feedback[2][H][(D + 1) * D], given[2][ROWS];
@@ -66,9 +66,9 @@ static void fed_back(kvc_pool *pool, int format, bool alone, const bool sides[2]
     for (int side = 0; side < 2; side++) {
         double share = cost[side][1] / coded[side][1] / (cost[side][0] / coded[side][0]);
         if (!sides[side])
-            CHECK(ragged ? fabs(share - 1) < .1 : share == 1); /* other tokens share their pages */
+            CHECK(ragged ? fabs(share - 1) < .1 : share == 1); /* their pages contain other tokens */
         else
-            CHECK(alone ? fabs(share - 1) < .1 : share < .93); /* alone: only the gain is another one */
+            CHECK(alone ? fabs(share - 1) < .1 : share < .93); /* alone: only the gain differs */
     }
     play_close(&p);
 }
@@ -84,6 +84,6 @@ void test_fed_back(void)
         fed_back(pool, formats[i], false, sides[i % 3], true);
         fed_back(pool, formats[i], true, sides[0], false);
     }
-    fed_back(pool, KVC_INT8, true, sides[0], false); /* without rotation there is nothing to choose */
+    fed_back(pool, KVC_INT8, true, sides[0], false); /* without rotation, feedback has no effect */
     kvc_pool_release(pool);
 }

@@ -1,5 +1,5 @@
-/* test_granular.c - quantization by any granularity, beside a reference that goes from each element to its scale: codes,
- * scales and zero points where kvc.h says they lie, given scales, strides, and what is refused. */
+/* test_granular.c - quantization with any granularity, compared with a reference that maps each element to its scale:
+ * codes, scales and zero points at the locations described in kvc.h, given scales, strides, and invalid arguments. */
 #include "base/floats.h"
 #include "granular.h"
 #include "play.h"
@@ -8,7 +8,7 @@
 
 enum { B = 2, H = 3, T = 5, D = 96, N = B * H * T * D }; /* more channels than a block of the kernel */
 
-/* Which scale has element i of [B, H, T, D]. */
+/* The index of the scale of element i of [B, H, T, D]. */
 static int64_t scale_of(const kvc_grain *g, int64_t i)
 {
     int64_t d = i % D, t = i / D % T, h = i / D / T % H, b = i / D / T / H;
@@ -22,7 +22,7 @@ static int64_t scale_of(const kvc_grain *g, int64_t i)
     }
 }
 
-/* Bits first .. of dim d in `planes` of so many bits. */
+/* The bits of dim d in planes of `bits` bits. */
 static int plane(const uint8_t *row, int bits, int64_t d)
 {
     int64_t run = D * bits / 8;
@@ -39,7 +39,7 @@ static int code_of(const kvc_grain *g, int bits, const uint8_t *codes, int64_t i
     return row[d / n] >> (int)at * bits & ((1 << bits) - 1);
 }
 
-/* The number that a stored scale is. */
+/* The value of a stored scale. */
 static double scale_at(const kvc_scheme_info *f, const uint8_t *scales, int64_t i)
 {
     if (f->scale == KVC_SCALE_E4M3) return kvc_e4m3_to_f32(scales[i]);
@@ -53,7 +53,7 @@ typedef struct stored {
     uint16_t zeros[N];
 } stored;
 
-/* How far from x its neighbour in the scheme may be: half a step of a grid, half the gap of small floats. */
+/* Maximum distance from x in the scheme: half a step of a grid, half the gap of small floats. */
 static double room(const kvc_scheme_info *f, double scale, double x)
 {
     switch (f->coding) {
@@ -65,7 +65,7 @@ static double room(const kvc_scheme_info *f, double scale, double x)
     }
 }
 
-/* What was stored of x is what a search for each scale's extremes asks for; y, which came back, is what the codes say. */
+/* The codes of x follow from the extremes found for each scale; the dequantized y follows from the codes. */
 static void check_stored(const kvc_grain *g, const float *x, const float *own, const stored *s, const float *y)
 {
     const kvc_scheme_info *f = kvc_scheme_get(g->scheme);
@@ -100,7 +100,7 @@ static void check_stored(const kvc_grain *g, const float *x, const float *own, c
     }
 }
 
-/* Every grain that there is, of three dtypes and another layout: the same bytes. */
+/* Every grain, for three dtypes and another layout: the same bytes. */
 static int check_grain(const kvc_grain *g, void *const x[3])
 {
     static stored s, other;
@@ -148,7 +148,7 @@ static int check_grain(const kvc_grain *g, void *const x[3])
     return 1;
 }
 
-/* Given scales at the ends of what a scale's format holds. */
+/* Given scales at the limits of the scale's format. */
 static void test_given_ends(void)
 {
     static const struct {
@@ -184,7 +184,7 @@ static void test_dims(void)
             CHECK((kvc_grain_check(&g, &sizes) == KVC_OK) == may);
         }
     }
-    for (int64_t group = -1; group < 70; group++) { /* is looked at where it counts alone */
+    for (int64_t group = -1; group < 70; group++) { /* checked only if it is used */
         kvc_grain g = {0, KVC_BY_GROUP, 0, group, 1, 1, 1, 64};
         CHECK((kvc_grain_check(&g, &sizes) == KVC_OK) == (group > 0 && 64 % group == 0));
         g.by = KVC_BY_ROW;
@@ -192,7 +192,7 @@ static void test_dims(void)
     }
 }
 
-/* e2m1 has 0, .5, 1, 1.5, 2, 3, 4, 6; halfway between two the even code is taken. */
+/* e2m1 has 0, .5, 1, 1.5, 2, 3, 4, 6; ties go to the even code. */
 static void test_ties(void)
 {
     static const float x[16] = {6,     .25f,  .75f,   1.25f,  1.75f, 2.5f,  3.5f, 5,

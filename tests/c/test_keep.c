@@ -1,4 +1,4 @@
-/* test_keep.c - what policies ask about stored tokens, against loops that look at every pair of them. */
+/* test_keep.c - queries of policies about stored tokens, compared with loops over all pairs of tokens. */
 #include "harness.h"
 #include "keep.h"
 #include "table/table.h"
@@ -7,9 +7,10 @@
 
 enum { B = 3, H = 4, N = 90, RUNS = 4 };
 
-static const int64_t RUN[RUNS][3] = {{0, 3, 6}, {0, 40, 41}, {2, 0, 9}, {2, 60, 600}}; /* row, pads from .. to */
+/* row, start and end of padding */
+static const int64_t RUN[RUNS][3] = {{0, 3, 6}, {0, 40, 41}, {2, 0, 9}, {2, 60, 600}};
 
-/* As kvc_table_tokens tells: `heads` lines a row, seven eighths of it tokens, in any order. */
+/* As from kvc_table_tokens: `heads` lines per row, seven eighths of it tokens, in random order. */
 typedef struct stored {
     int32_t slots[B * H * N];
     int64_t positions[B * H * N], newest[B];
@@ -53,7 +54,7 @@ static void test_tokens(void)
         kvc_table t = {.batch = B, .table_heads = heads, .rows = rows, .slots = want.slots, .slot_capacity = N};
         kvc_table_tokens(&t, RUN[0], RUNS, N, slots, positions);
         for (int64_t i = 0; i < B * heads * N; i++) {
-            bool there = i % N < N - 5 && want.slots[i] >= 0; /* what is behind a row's last token is none */
+            bool there = i % N < N - 5 && want.slots[i] >= 0; /* nothing is stored past a row's last token */
             CHECK(slots[i] == (there ? want.slots[i] : -1) && positions[i] == (there ? want.positions[i] : -1));
         }
         t.slots = NULL;
@@ -109,7 +110,7 @@ static void test_smoothed(int64_t heads, int64_t apart, int64_t kernel, bool lar
         for (int64_t i = 0; i < N; i++) {
             double sum = 0, most = -INFINITY;
             for (int64_t j = 0; j < N && slots[i] >= 0; j++) {
-                int64_t between = 0; /* tokens from i to j, by slot */
+                int64_t between = 0; /* tokens from i to j, in slot order */
                 for (int64_t m = 0; m < N; m++)
                     between += slots[m] >= 0 && (slots[m] < slots[i] ? slots[m] >= slots[j] : slots[m] <= slots[j]) &&
                                slots[m] != slots[i];
@@ -125,7 +126,7 @@ static void test_smoothed(int64_t heads, int64_t apart, int64_t kernel, bool lar
     FAILS(KVC_E_VALUE, "odd number", kvc_smooth(&lines, x, s.newest, -1, largest, out));
 }
 
-/* heads: for which it is decided, each or 1 for all; lines are as many as these. */
+/* heads: number of separate decisions per row, each head or 1 for all; there are as many lines. */
 static void test_kept(int64_t heads, int64_t line_heads, int64_t sinks, bool protects)
 {
     static stored s;
@@ -156,7 +157,7 @@ static void test_kept(int64_t heads, int64_t line_heads, int64_t sinks, bool pro
             sure[i] = at >= 0 && (at < sinks || at >= s.newest[b] || (protects && protect[r * N + i]));
         }
         for (int64_t i = 0; i < N; i++) {
-            int64_t before = 0; /* that stay sooner than i */
+            int64_t before = 0; /* number of better tokens than i */
             for (int64_t j = 0; j < N; j++)
                 before +=
                     s.slots[line + j] >= 0 && j != i &&
@@ -175,7 +176,7 @@ void test_keep(void)
     test_means();
     test_smoothed(1, 1, 5, false);
     test_smoothed(H, 3, 1, true);
-    test_smoothed(H, 60000, 7, true); /* slots of more than one digit */
+    test_smoothed(H, 60000, 7, true); /* slots of more than one radix digit */
     test_smoothed(1, 1, 2 * N + 1, false);
     for (int protects = 0; protects < 2; protects++) {
         test_kept(H, H, 4, protects);

@@ -1,7 +1,7 @@
-/* test_latent.c - calls of latents (MLA): a key is K's dims, then V's, and its value is K's. */
+/* test_latent.c - calls on latents (MLA): a key is K's dims followed by V's, and its value is K's. */
 #include "play.h"
 
-/* group: query heads; few, or so many that a page's codes are laid out for all of them. */
+/* group: query heads; few, or so many that a page's codes are packed for all of them. */
 static void latents(kvc_pool *pool, int64_t latent, int64_t rotary, int raw, int key, int value, int64_t group)
 {
     play p;
@@ -17,7 +17,7 @@ static void latents(kvc_pool *pool, int64_t latent, int64_t rotary, int raw, int
     play_close(&p);
 }
 
-/* Digits have no rows that V's side could be scored by. */
+/* cal2 has no rows that V's side could be scored with. */
 static void refused(kvc_pool *pool)
 {
     play p;

@@ -1,9 +1,10 @@
-/* test_moves.c - which pages an eviction empties, fills, writes anew or leaves alone, by the words of kvc_table_plan_evict:
- * a line of full pages of which so many tokens are to stay, against what must be left, counted by hand or by trying all. */
+/* test_moves.c - which pages an eviction empties, fills, rewrites or leaves unchanged, by the documentation of
+ * kvc_table_plan_evict: a line of full pages with given numbers of tokens to keep, compared with results counted by
+ * hand or by exhaustive search. */
 #include "harness.h"
 #include "table/table.h"
 
-enum { P = 16, PAGES = 24, TAIL = P + 5 }; /* the last full page is open, too: it is sealed a page later */
+enum { P = 16, PAGES = 24, TAIL = P + 5 }; /* the last full page is open, too: it is sealed one page later */
 
 typedef struct line {
     kvc_table *t, *sharer;
@@ -13,7 +14,7 @@ typedef struct line {
     uint8_t keep[PAGES * P + TAIL];
 } line;
 
-/* live[i] tokens of closed page i stay, and TAIL in open ones. */
+/* Keeps live[i] tokens of closed page i, and TAIL in open ones. */
 static void open_line(line *l, kvc_pool *pool, int key, int value, const int64_t *live, int64_t pages, bool shared)
 {
     kvc_spec s = {2, 32, 32, P, 0, 0, KVC_RAW_F32, key, value, false};
@@ -26,7 +27,7 @@ static void open_line(line *l, kvc_pool *pool, int key, int value, const int64_t
     for (int64_t i = 0; i < pages; i++) {
         l->live[i] = live[i];
         l->before[i] = l->t->entries[1 + i];
-        for (int64_t k = 0; k < live[i]; k++) l->keep[i * P + (7 * k + i) % P] = 1; /* anywhere */
+        for (int64_t k = 0; k < live[i]; k++) l->keep[i * P + (7 * k + i) % P] = 1; /* anywhere in the page */
     }
     for (int64_t k = 0; k < TAIL; k++) l->keep[pages * P + k] = 1;
     if (shared) OK(kvc_table_clone(l->t, &l->sharer));
@@ -45,7 +46,7 @@ static void close_line(line *l)
     kvc_table_free(l->sharer);
 }
 
-/* Live tokens of the page in column 1 + c, and whether it is one of those before. */
+/* Live tokens of the page in column 1 + c, and whether it is one of the original pages. */
 static int64_t live_of(const line *l, int64_t c)
 {
     int64_t n = 0;
@@ -69,8 +70,8 @@ static int64_t sum(const int64_t *x, int64_t n)
     return all;
 }
 
-/* Tokens in their own codes: as few pages as hold them, the fullest; each other token is
- * copied once. */
+/* Tokens that can be copied as codes: as few pages as hold them, the fullest; each token of other
+ * pages is copied once. */
 static void test_filling(kvc_pool *pool)
 {
     for (int round = 0; round < 60; round++) {
@@ -89,7 +90,7 @@ static void test_filling(kvc_pool *pool)
         for (int64_t c = 0; c < closed_of(&l); c++) {
             CHECK(was_there(&l, l.t->entries[1 + c]) && live_of(&l, c) > 0);
         }
-        for (int64_t i = 0; i < n; i++) /* pages of the least tokens go */
+        for (int64_t i = 0; i < n; i++) /* pages with the fewest tokens are freed */
             for (int64_t c = 0; c < closed_of(&l); c++)
                 if (l.t->entries[1 + c] == l.before[i] && live[i] < least) least = live[i];
         for (int64_t i = 0, gone; i < n; i++) {
@@ -107,8 +108,8 @@ static void test_filling(kvc_pool *pool)
     }
 }
 
-/* Pages that cannot change. The rule, tried for every number of them: the emptiest k as fewer pages, the first k after
- * which 1/16 or less is dead; or else the first that frees most. */
+/* Pages that cannot change: exhaustive search for the documented rule. The emptiest k are rewritten as fewer pages, for
+ * the first k after which at most 1/16 is dead; otherwise the first k that frees most. */
 static int64_t anew(const int64_t *live, int64_t n)
 {
     int64_t sorted[PAGES], pages = 0, all = 0, best = 0, most = 0;
@@ -143,20 +144,20 @@ static void test_merging(kvc_pool *pool)
         CHECK(kvc_table_evicts(l.t) == (sum(live, n) < n * P));
         const kvc_move *m = kvc_table_moves(l.t, &moves, &heads);
         int64_t rewritten = anew(live, n), pages = (rewritten + P - 1) / P;
-        CHECK(moves == pages * P); /* the last page is filled up */
+        CHECK(moves == pages * P); /* the last page is padded */
         for (int64_t i = 0; i < moves; i++) {
             CHECK(!was_there(&l, m[i].to) && was_there(&l, m[i].from) && m[i].to_token == i % P && m[i].layout == P);
             for (int64_t c = 0; c < n; c++)
                 if (m[i].from == l.before[c]) CHECK(l.keep[c * P + m[i].from_token]);
         }
-        for (int64_t i = 1; i < rewritten; i++) { /* in their order */
+        for (int64_t i = 1; i < rewritten; i++) { /* in order */
             int64_t at[2] = {0};
             for (int64_t k = 0; k < 2; k++)
                 for (int64_t c = 0; c < n; c++)
                     if (m[i - k].from == l.before[c]) at[k] = c * P + m[i - k].from_token;
             CHECK(at[0] > at[1]);
         }
-        for (int64_t i = rewritten; i < moves; i++) /* with what the page has already */
+        for (int64_t i = rewritten; i < moves; i++) /* padding repeats tokens of the page */
             CHECK(m[i].from == m[i - rewritten + (pages - 1) * P].from && m[i].to == m[moves - P].to);
         kvc_table_commit(l.t);
         kvc_table_stats stats;
@@ -177,7 +178,7 @@ static void test_merging(kvc_pool *pool)
     CHECK(merged > 50 && merged < 250);
 }
 
-/* Exactly a quarter is not more than a quarter; then down to exactly a sixteenth. By hand. */
+/* Exactly a quarter is not more than a quarter; then down to exactly a sixteenth. Computed by hand. */
 static void test_quarter(kvc_pool *pool)
 {
     line l;
@@ -200,7 +201,7 @@ static void test_quarter(kvc_pool *pool)
     close_line(&l);
 }
 
-/* Shared pages are never written: whoever shares them keeps every byte, and every page. */
+/* Shared pages are never written: other owners keep every byte and every page. */
 static void test_shared(kvc_pool *pool)
 {
     const int64_t few[] = {15, 13, 14, 13}, many[] = {4, 16, 2, 9};
@@ -208,7 +209,7 @@ static void test_shared(kvc_pool *pool)
         line l;
         open_line(&l, pool, KVC_INT8, KVC_INT8, i ? many : few, 4, true);
         int64_t tail = l.t->entries[6], full = l.t->entries[5];
-        l.keep[5 * P + i] = 0; /* the last open page's tokens move up, and its owner is not alone */
+        l.keep[5 * P + i] = 0; /* the last open page's tokens move up, and it is shared */
         plan(&l, NULL);
         int64_t n, heads;
         const kvc_move *m = kvc_table_moves(l.t, &n, &heads);
@@ -227,7 +228,7 @@ static void test_shared(kvc_pool *pool)
     }
 }
 
-/* Open pages: they stay where they are, their tokens move up in order, over all of them. */
+/* Open pages stay in place, and their tokens move up in order, across all of them. */
 static void test_tail(kvc_pool *pool)
 {
     line l;
@@ -264,7 +265,7 @@ static void test_tail(kvc_pool *pool)
     close_line(&l);
 }
 
-/* Pages that shall have other formats are written anew together; shared ones never. */
+/* Pages that change format are rewritten together, but never shared ones. */
 static void test_other_formats(kvc_pool *pool)
 {
     for (int shared = 0; shared < 2; shared++) {
@@ -325,11 +326,11 @@ static void test_refusals(kvc_pool *pool)
     REFUSED("first 3 tokens (sinks) kept, got token 2 of row 1", l.keep, NULL, 1, 20);
     l.keep[22] = 1, l.keep[60 + 1] = 0;
     REFUSED("got token 1 of row 1", l.keep, NULL, 2, 20);
-    formats[1] = KVC_INT8 << 8 | KVC_INT4_G32; /* V's dim is no multiple of 32 */
+    formats[1] = KVC_INT8 << 8 | KVC_INT4_G32; /* V's dim is not a multiple of 32 */
     l.keep[61] = 1;
     REFUSED("head dims 32 and 48", l.keep, &down, 1, 20);
     formats[1] = -1, formats[2] = -1;
-    l.keep[20 + 4] = 0; /* heads part: from now on each has a row */
+    l.keep[20 + 4] = 0; /* heads diverge: from here on each has a row */
     OK(kvc_table_plan_evict(l.t, l.keep, NULL, 2, 20));
     int64_t n, heads;
     kvc_table_moves(l.t, &n, &heads);
@@ -341,7 +342,7 @@ static void test_refusals(kvc_pool *pool)
     close_line(&l);
 }
 
-/* Heads that want other formats part, too. */
+/* Heads that get different formats diverge, too. */
 static void test_parting(kvc_pool *pool)
 {
     line l;

@@ -1,13 +1,13 @@
-/* test_pool.c - the pool and the tables without Python, to run plain, under sanitizers and under valgrind.
+/* test_pool.c - the pool and the tables without Python, plain, with sanitizers and with valgrind.
  *
- * pool.c is included so that its private parts can be broken, for kvc_pool_check; system.c, so that the system can. */
+ * It includes pool.c to corrupt its internals, for kvc_pool_check, and system.c to emulate system failures. */
 #include "harness.h"
 
 #include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* The pool's lock is taken once at a time, and given back before anybody else is called. */
+/* Checks that the pool's lock is not taken recursively, and is released before callbacks. */
 static _Thread_local int locks;
 static int take_lock(pthread_mutex_t *lock)
 {
@@ -19,9 +19,9 @@ static int give_lock(pthread_mutex_t *lock)
     CHECK(--locks == 0);
     return pthread_mutex_unlock(lock);
 }
-/* A system that has less address space, and less memory; and what huge pages were asked for. */
+/* Emulates a system with less address space and memory; counts requests for huge pages. */
 static int64_t most_space = INT64_MAX, memory, asked;
-static int renewing; /* 1: nothing is mapped anew; 2: and what was there is gone */
+static int renewing; /* 1: remapping fails; 2: and the old mapping is gone */
 static void *huge_at, *renewed_at;
 static size_t huge_bytes, renewed_bytes;
 static void *take_space(void *at, size_t bytes, int access, int kind, int file, off_t from)
@@ -62,7 +62,7 @@ static kvc_pool_stats stats_of(const kvc_pool *pool)
     return stats;
 }
 
-/* Bytes of the arena that the system holds, or -1 where it does not say. */
+/* Bytes of the arena that are resident, or -1 if the system does not tell. */
 static int64_t held_by_system(const kvc_pool *pool)
 {
     int64_t pages = kvc_pool_extent(pool) / pool->system_page, held = 0;
@@ -90,7 +90,7 @@ static void test_bounds(void)
     FAILS(KVC_E_MEMORY, "4194304 of 4194304 in use", kvc_pool_alloc(pool, MB, &a));
     FAILS(KVC_E_MEMORY, "max_bytes=", kvc_pool_alloc(pool, 64, &a));
     CHECK(stats_of(pool).used == 4 * MB);
-    kvc_pool_unref(pool, offsets[2]); /* its unit serves another class now */
+    kvc_pool_unref(pool, offsets[2]); /* its unit is used by another class now */
     OK(kvc_pool_alloc(pool, 100, &a));
     OK(kvc_pool_alloc(pool, 128, &b));
     CHECK(a == offsets[2] && b == a + 128 && kvc_pool_extent(pool) == 4 * MB && stats_of(pool).used == 3 * MB + 256);
@@ -111,15 +111,15 @@ static void test_bounds(void)
     OK(kvc_pool_alloc(pool, MB, &a));
     OK(kvc_pool_alloc(pool, MB, &b));
     kvc_pool_unref(pool, b);
-    OK(kvc_pool_alloc(pool, 3 * MB, &a)); /* from the unit that came free to past the extent */
+    OK(kvc_pool_alloc(pool, 3 * MB, &a)); /* from the freed unit to past the extent */
     CHECK(a == b && kvc_pool_extent(pool) == 4 * MB && stats_of(pool).slabs == 2);
     kvc_pool_release(pool);
-    OK(kvc_pool_new(0, &pool)); /* the machine's memory, of which nothing is taken */
+    OK(kvc_pool_new(0, &pool)); /* the machine's memory; nothing of it is used */
     CHECK(stats_of(pool).reserved >= 64 * MB && stats_of(pool).resident == 0);
     kvc_pool_release(pool);
 }
 
-/* Memory goes back: hot slots stay, cold ones and empty slabs do not; `resident` is what the system says. */
+/* Memory is returned: hot slots stay, cold ones and empty slabs do not; `resident` matches the system. */
 static void test_memory_goes_back(void)
 {
     enum { N = 40 };
@@ -128,7 +128,7 @@ static void test_memory_goes_back(void)
     OK(kvc_pool_new(1024 * MB, &pool));
     OK(kvc_pool_alloc(pool, 64, &small));
     memset(pool->base + small, 1, 64);
-    bool told = held_by_system(pool) == pool->system_page; /* else the system does not tell, or rounds up */
+    bool told = held_by_system(pool) == pool->system_page; /* otherwise the system does not tell, or rounds up */
     for (int i = 0; i < N; i++) {
         OK(kvc_pool_alloc(pool, slot, &offsets[i]));
         memset(pool->base + offsets[i], i, (size_t)slot);
@@ -142,7 +142,7 @@ static void test_memory_goes_back(void)
     CHECK(!told || held_by_system(pool) == stats_of(pool).resident);
     for (int i = 0; i < N; i += 4) CHECK(pool->base[offsets[i]] == i && pool->base[offsets[i] + slot - 1] == i);
     for (int i = 0; i < N; i++)
-        if (i % 4) { /* hot, cold and untouched slots again */
+        if (i % 4) { /* reuses hot, cold and untouched slots */
             OK(kvc_pool_alloc(pool, slot - 1, &offsets[i]));
             memset(pool->base + offsets[i], i, (size_t)slot);
         }
@@ -158,13 +158,13 @@ static void test_memory_goes_back(void)
     kvc_pool_release(pool);
 }
 
-/* Half of what the system refuses is asked for next, down to 64 MiB; what the caller wants, once. */
+/* After a refusal, half as much is requested, down to 64 MiB; an explicit size is requested once. */
 static void test_less_space(void)
 {
     kvc_pool *pool;
     memory = 1024 * MB;
     for (int64_t most = 32; most < 2048; most *= 2) {
-        most_space = (most + 2) * MB, asked = 0; /* 2 of which go back: bases are multiples of a huge page */
+        most_space = (most + 2) * MB, asked = 0; /* 2 are trimmed: bases are aligned to a huge page */
         if (most < 64) {
             FAILS(KVC_E_MEMORY, "no address space for a pool of 67108864 bytes", kvc_pool_new(0, &pool));
             CHECK(asked == 5); /* 1024, 512, 256, 128, 64 */
@@ -176,14 +176,14 @@ static void test_less_space(void)
         CHECK(stats_of(pool).reserved == (most < 1024 ? most : 1024) * MB);
         kvc_pool_release(pool);
     }
-    memory = 1; /* a unit, at least */
+    memory = 1; /* at least a unit */
     OK(kvc_pool_new(0, &pool));
     CHECK(stats_of(pool).reserved == MB);
     kvc_pool_release(pool);
     most_space = INT64_MAX, memory = 0;
 }
 
-/* Slabs ask for huge pages as wholes: from 64 resident MiB on, or where a call writes 4 MiB. */
+/* Slabs use huge pages as a whole: from 64 resident MiB on, or if a call writes 4 MiB. */
 static void test_huge(void)
 {
     kvc_pool *pool;
@@ -206,7 +206,7 @@ static void test_huge(void)
     kvc_pool_release(pool);
 }
 
-/* Memory that cannot be mapped anew serves on; where that left a hole, nobody gets it again. */
+/* Memory that cannot be remapped is reused; if that left a hole, it is never allocated again. */
 static void test_renewing(bool shared)
 {
     kvc_pool *pool;
@@ -225,7 +225,7 @@ static void test_renewing(bool shared)
     kvc_pool_release(pool);
 }
 
-/* A huge page of an own reservation that two slabs share is mapped anew with the second. */
+/* A huge page shared by two slabs (own reservation) is remapped when the second one is freed. */
 static void test_renewing_by_halves(void)
 {
     kvc_pool *pool;
@@ -245,7 +245,7 @@ static void test_renewing_by_halves(void)
     kvc_pool_release(pool);
 }
 
-/* Past 64 MiB slabs ask for huge pages; what slots hold must not care. */
+/* Beyond 64 MiB, slabs use huge pages, without effect on the contents of slots. */
 static void test_many_bytes(void)
 {
     kvc_pool *pool;
@@ -260,8 +260,8 @@ static void test_many_bytes(void)
     kvc_pool_release(pool);
 }
 
-/* A slab has 16 slots, about, but no more than one unit in 64 of the pool unless a slot needs them; and less where there is
- * no room. Units are taken from the first that are free. */
+/* A slab has about 16 slots, but at most one unit in 64 of the pool unless a slot needs more; and less if space is
+ * short. The first free units are used. */
 static void test_slabs(void)
 {
     kvc_pool *pool;
@@ -275,12 +275,12 @@ static void test_slabs(void)
     CHECK(kvc_pool_extent(pool) == 19 * MB && pool->slabs[2]->slots == 20);
     CHECK(kvc_pool_bytes(pool, a) == MB && kvc_pool_bytes(pool, b) == 128 && kvc_pool_bytes(pool, c) == 100 * 1024);
     for (int i = 1; i < 20; i++) OK(kvc_pool_alloc(pool, 100 * 1024, &tail));
-    tail = c + 20 * 100 * 1024; /* less than a slot is left of the slab */
+    tail = c + 20 * 100 * 1024; /* less than a slot is left in the slab */
     CHECK(kvc_pool_extent(pool) == 19 * MB && kvc_pool_refs(pool, tail) == 0 && kvc_pool_bytes(pool, tail) == 0);
     CHECK(kvc_pool_bytes(pool, MB) == 0 && kvc_pool_bytes(pool, b + 64) == 0 && kvc_pool_bytes(pool, b + 128) == 0);
     kvc_pool_unref(pool, b);
     CHECK(kvc_pool_bytes(pool, b) == 0 && kvc_pool_refs(pool, b) == 0 && stats_of(pool).slabs == 2);
-    OK(kvc_pool_alloc(pool, 3 * 64, &b)); /* the unit that came free */
+    OK(kvc_pool_alloc(pool, 3 * 64, &b)); /* the freed unit */
     CHECK(b == 16 * MB && kvc_pool_extent(pool) == 19 * MB);
     kvc_pool_release(pool);
     OK(kvc_pool_new(128 * MB, &pool));
@@ -293,11 +293,11 @@ static void test_slabs(void)
     CHECK(pool->expected == 8 * MB && c == 7 * MB && stats_of(pool).used == 6 * MB + 64);
     OK(kvc_pool_alloc(pool, 128, &c)); /* another unit */
     while (kvc_pool_alloc(pool, MB, &a) == KVC_OK) n++;
-    CHECK(n == 120 && a == 127 * MB); /* one of the first slab, then two a slab, the last unit alone */
+    CHECK(n == 120 && a == 127 * MB); /* one in the first slab, then two per slab, the last unit by itself */
     kvc_pool_release(pool);
 }
 
-/* The check is worth nothing unless it can fail. */
+/* The check must be able to fail. */
 static void test_check_notices(void)
 {
     kvc_pool *pool;
@@ -332,7 +332,7 @@ static void test_check_notices(void)
     kvc_pool_release(pool);
 }
 
-/* System pages of address space that this process has. */
+/* Address space of this process in system pages. */
 static long address_space(void)
 {
     long pages = 0;
@@ -342,7 +342,7 @@ static long address_space(void)
     return pages;
 }
 
-/* Each allocation of a new pool and of its first slot fails once. */
+/* Each allocation of a new pool and of its first slab fails once. */
 static void test_pool_failures(void)
 {
     int64_t live = kvc_alloc_live(), offset;
@@ -362,17 +362,17 @@ static void test_pool_failures(void)
         kvc_pool_release(pool);
         CHECK(kvc_alloc_live() == live);
     }
-    CHECK(n == 10); /* 3 of the pool, 6 of the slab, and once through */
+    CHECK(n == 10); /* 3 of the pool, 6 of the slab, and one success */
     long before = address_space();
     for (int i = 0; i < 24; i++) {
         kvc_alloc_fail_at(2 + i % 2);
         CHECK(kvc_pool_new(1024 * MB, &pool) == KVC_E_MEMORY);
     }
     kvc_alloc_fail_at(0);
-    CHECK((address_space() - before) * sysconf(_SC_PAGESIZE) < 4096 * MB); /* all of it was given back */
+    CHECK((address_space() - before) * sysconf(_SC_PAGESIZE) < 4096 * MB); /* all of it was released */
 }
 
-/* Memory that is kept when all is free, and given back when it no longer is. */
+/* Memory is kept while the pool may keep it, and returned afterwards. */
 static void test_keeping(void)
 {
     kvc_pool *pool;

@@ -1,5 +1,5 @@
-/* test_prefix.c - a full pool and an index that holds pages of it: what goes, in which order, and what stays. (What the
- * index finds is tested from Python and fuzzed.) */
+/* test_prefix.c - a full pool and an index that holds pages of it: what is evicted, in which order, and what stays.
+ * (Lookups are tested from Python and by fuzzing.) */
 #include "harness.h"
 #include "prefix.h"
 
@@ -26,7 +26,7 @@ static int64_t find(kvc_prefix *p, int64_t prompt)
     return kvc_prefix_find(p, &chain);
 }
 
-/* LINKS pages, held by the index alone. */
+/* LINKS pages, held only by the index. */
 static void put(kvc_prefix *p, int64_t prompt)
 {
     int64_t tokens[LINKS * TOKENS], entries[LINKS], links;
@@ -59,11 +59,12 @@ void test_prefixes(void)
     put(b, 9);                                 /* all of them */
     name_tokens(0, tokens);
     kvc_chain chain = chain_of(tokens);
-    CHECK(kvc_prefix_take(a, &chain, taken) == LINKS); /* somebody uses 0: its pages would not come free */
+    CHECK(kvc_prefix_take(a, &chain, taken) == LINKS); /* another user holds 0: evicting it would free no pages */
     name_tokens(1, tokens);
     CHECK(kvc_prefix_pin(a, &chain, 1) == LINKS);
 
-    /* Of b, made last and asked first, the ends of the chain go, a page each; then of a what nobody holds. */
+    /* b was created last and is asked first: ends of its chain are evicted, a page each; then those of a without other
+     * users. */
     for (int i = 0; i < LINKS; i++) {
         OK(kvc_pool_alloc(pool, PAGE, &own[i]));
         CHECK(find(b, 9) == LINKS - 1 - i && evicted(b) == i + 1 && evicted(a) == 0);
@@ -77,19 +78,19 @@ void test_prefixes(void)
     FAILS(KVC_E_MEMORY, "in one piece", kvc_pool_alloc(pool, 2 * MB, &offset));
     CHECK(offset == 7 && find(a, 0) == LINKS && find(a, 1) == LINKS && evicted(a) == LINKS);
 
-    /* Pages that one link alone holds, and one that waits elsewhere: the link before it loses its pages, and stays. */
+    /* A link that alone holds its pages, with an offloaded child: it loses its pages, but stays. */
     name_tokens(0, tokens);
     for (int i = 0; i < LINKS; i++) kvc_pool_unref(pool, kvc_entry_offset(taken[i]));
     kvc_link_info info;
     CHECK(kvc_prefix_oldest(a, true, &info) && kvc_prefix_offload(a, info.id));
     for (int i = 0; i < 2; i++)
-        OK(kvc_pool_alloc(pool, PAGE, &own[2 * LINKS + i])); /* its slot, and one that gives way */
+        OK(kvc_pool_alloc(pool, PAGE, &own[2 * LINKS + i])); /* the free slot, and an evicted one */
     CHECK(find(a, 0) == LINKS - 2 && kvc_prefix_offloaded(a, &chain, ids) == 2 && ids[1] == info.id);
     OK(kvc_prefix_check(a));
 
     name_tokens(1, tokens);
     CHECK(kvc_prefix_pin(a, &chain, -1) == LINKS);
-    kvc_prefix_free(b); /* what is gone is not asked */
+    kvc_prefix_free(b); /* a freed index is not asked */
     for (int i = 10; i < SLOTS; i++) OK(kvc_pool_alloc(pool, PAGE, &own[i]));
     FAILS(KVC_E_MEMORY, "pool is full", kvc_pool_alloc(pool, PAGE, &offset));
     CHECK(find(a, 0) == 0 && find(a, 1) == 0);

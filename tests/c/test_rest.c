@@ -1,5 +1,5 @@
-/* test_rest.c - what is neither page nor attention: which tokens stay, quantization by any granularity, codes of other
- * engines, pieces that move between memories, pools that grow no further. */
+/* test_rest.c - everything except pages and attention: selection of tokens, quantization with any granularity, codes of
+ * other engines, transfers between memories, limits of pools. */
 #include "granular.h"
 #include "keep.h"
 #include "play.h"
@@ -8,14 +8,14 @@
 
 #include <math.h>
 
-/* Of the candidates a, b among n: is a the better one? */
+/* Of the candidates a, b among n: whether a is the better one. */
 static bool goes_first(const float *scores, const int32_t *slots, int64_t a, int64_t b)
 {
     if (scores[a] != scores[b]) return scores[a] > scores[b];
     return slots[a] != slots[b] ? slots[a] > slots[b] : a < b;
 }
 
-/* Each head's own best `floor`, then the best of all heads, by counting who goes first. */
+/* Each head's best `floor` tokens, then the best of all heads, by counting better ones. */
 static void check_shared(const float *scores, const int32_t *slots, const uint8_t *protect, int64_t total,
                          int64_t floor, int64_t heads, int64_t n)
 {
@@ -64,7 +64,7 @@ static void test_choice(void)
         for (int64_t i = r * N; i < (r + 1) * N; i++) {
             kept += keep[i], live += slots[i] >= 0, sure += slots[i] >= 0 && protect[i];
             CHECK(slots[i] >= 0 ? keep[i] || !protect[i] : !keep[i]);
-            for (int64_t j = r * N; j < (r + 1) * N; j++) /* nobody stays for a better one that goes */
+            for (int64_t j = r * N; j < (r + 1) * N; j++) /* no kept token is worse than an evicted one */
                 if (keep[i] && !protect[i] && slots[j] >= 0 && !keep[j])
                     CHECK(scores[i] > scores[j] || (scores[i] == scores[j] && slots[i] > slots[j]));
         }
@@ -78,7 +78,7 @@ static void test_choice(void)
     for (int64_t floor = 0; floor < 120; floor += 3) /* no more than a line has, in the end */
         for (int64_t all = 0; all < 2000; all += 1 + 2 * all)
             check_shared(scores, slots, floor % 2 ? protect : NULL, all, floor, 3, 100);
-    for (int64_t i = 0; i < 100; i++) scores[i] -= 50; /* a head that gets what is protected and nothing more */
+    for (int64_t i = 0; i < 100; i++) scores[i] -= 50; /* a head that gets only its protected tokens */
     slots[5] = 5, protect[5] = 1;
     check_shared(scores, slots, protect, 60, 0, 3, 100);
     budget[2] = -1;
@@ -99,7 +99,7 @@ static void test_choice(void)
     kvc_alloc_fail_at(0);
 }
 
-/* Every scheme, granularity and packing comes back within a step; shapes are as kvc.h says. */
+/* Every scheme, granularity and packing has an error of at most a step; shapes are as described in kvc.h. */
 static void test_granularities(void)
 {
     enum { B = 2, H = 2, T = 5, D = 64, N = B * H * T * D };
@@ -140,7 +140,7 @@ static void test_granularities(void)
     FAILS(KVC_E_VALUE, "tensor_scale", kvc_quantize_by(&bad, &dense, NULL, NULL, 2, codes, scales, zeros, NULL));
 }
 
-/* Codes of another engine are copied as they are; those that are no numbers are refused. */
+/* Codes of another engine are copied unchanged; codes that are not numbers are rejected. */
 static void test_foreign_codes(void)
 {
     enum { H = 2, T = 32, D = 32 };
@@ -177,7 +177,7 @@ static void test_foreign_codes(void)
     CHECK(kvc_pack_codes(KVC_INT8, KVC_INT8, &x, &x, 1, H, T, D, D, 16, at, NULL) == KVC_E_VALUE);
 }
 
-/* Against float64; rows side by side or not, whole vectors of columns and the rest. */
+/* Compared with float64; contiguous rows or not, full vectors of columns and remainders. */
 static void test_mapped_heads(void)
 {
     enum { B = 2, H = 3, MOST = 160 };
@@ -204,7 +204,7 @@ static void test_mapped_heads(void)
     OK(kvc_map_heads(&rows, 1, H, 0, 16, by, H, NULL, KVC_F32, NULL));
 }
 
-/* Bad numbers are found wherever they are, by name; dims and page sizes that are none are refused. */
+/* Non-finite numbers are found anywhere, with their location; invalid dims and page sizes are rejected. */
 static void test_refused_pages(void)
 {
     enum { B = 2, H = 2, T = KVC_MAX_PAGE, D = 32, N = B * H * T * D };
@@ -212,7 +212,7 @@ static void test_refused_pages(void)
     static uint8_t v[N], pages[1 << 19];
     char place[64];
     kvc_dense x = {k, {H * T * D, D, H * D}, KVC_F16}; /* [B, T, H, D] */
-    kvc_coded y = {v, {H * T * D, D, H * D}, scales};  /* but for its scales */
+    kvc_coded y = {v, {H * T * D, D, H * D}, scales};  /* except its scales */
     for (int64_t i = 0; i < B * H * T; i += 37) {
         int64_t b = i / T / H, h = i / T % H, t = i % T, at = ((b * T + t) * H + h) * D + i % D;
         snprintf(place, sizeof place, "sequence %d, head %d, token %d", (int)b, (int)h, (int)t);
@@ -241,7 +241,7 @@ static void test_refused_pages(void)
     FAILS(KVC_E_TYPE, "float16", kvc_pack(KVC_INT8, KVC_RAW_F16, &x, &x, 1, H, T, D, D, 16, pages, NULL));
 }
 
-/* K and V rows by length, against their values. */
+/* Norms of K and V rows, compared with their values. */
 static void test_scores(void)
 {
     enum { T = 70, D = 32, H = 2 };
@@ -253,7 +253,7 @@ static void test_scores(void)
     play_open(&p, pool, &s, 1, 1, T);
     kvc_store store = kvc_table_store(p.t);
     kvc_alloc_fail_at(2); /* the first is the copy of the table, the second the workspace of rows */
-    OK(kvc_score_tokens(&store, KVC_KEY_NORM, 0, NULL, NULL)); /* no row is visited where there is no token */
+    OK(kvc_score_tokens(&store, KVC_KEY_NORM, 0, NULL, NULL)); /* without tokens no row is visited */
     kvc_alloc_fail_at(0);
     play_step(&p, &(step){.T = T});
     store = kvc_table_store(p.t);
@@ -293,7 +293,7 @@ static void test_scores(void)
     kvc_pool_release(pool);
 }
 
-/* Tokens that are gone but have a place still say 0; the others what their rows say. */
+/* Evicted tokens that still have a place give 0; others the value of their row. */
 static void test_scores_after_evictions(bool ragged)
 {
     enum { T = 70, D = 32, H = 3, B = 2 };
@@ -327,7 +327,7 @@ static void test_scores_after_evictions(bool ragged)
     kvc_pool_release(pool);
 }
 
-/* Pieces go out and come back; the checksum tells any changed or moved word. */
+/* Pieces are copied out and back; the checksum detects any changed or moved word. */
 static void test_pieces(void)
 {
     static _Alignas(64) uint8_t arena[64 * 40], out[64 * 40], back[64 * 40];
@@ -354,7 +354,7 @@ static void test_pieces(void)
     CHECK(kvc_checksum(out, bytes) != sum);
 }
 
-/* An extent that is to grow no further: room that was freed is used, more is refused. */
+/* A limit on the extent: freed space is reused, more is refused. */
 static void test_limit(void)
 {
     kvc_pool *pool;

@@ -1,4 +1,4 @@
-/* test_restore.c - a table takes over another one's contents, and refuses what no table could have. */
+/* test_restore.c - a table takes over the contents of another one, and rejects contents that no table could have. */
 #include "harness.h"
 #include "table/table.h"
 
@@ -38,7 +38,7 @@ static void free_copy(copy *c)
     free(c->scores);
 }
 
-/* 2 sequences of 60 slots, the first with three pads; with slots and scores where evicted. */
+/* 2 sequences of 60 slots, the first with three padding tokens; with slots and scores if evicted. */
 static kvc_table *table_of(kvc_pool *pool, bool scored, int64_t heads)
 {
     kvc_table *t;
@@ -68,7 +68,7 @@ static void test_taken_over(kvc_pool *pool, bool scored, int64_t heads)
     copy c = copy_of(t);
     OK(kvc_table_new(pool, &SPEC, 2, &other));
     if (scored) OK(kvc_table_keep_scores(other, true));
-    for (int64_t r = 0; r < kvc_lines(t); r++) /* what lies behind a row's tokens is not looked at */
+    for (int64_t r = 0; r < kvc_lines(t); r++) /* data past a row's tokens is ignored */
         for (int64_t i = kvc_table_columns(t, c.rows[2 * r]); i < c.x.columns; i++) c.entries[r * c.x.columns + i] = 5;
     if (c.slots && c.rows[0] < c.x.slot_capacity) c.slots[c.rows[0]] = t->slots[c.rows[0]] = -7;
     int64_t version = other->version;
@@ -83,7 +83,7 @@ static void test_taken_over(kvc_pool *pool, bool scored, int64_t heads)
     }
     CHECK(n > 3 && other->version != version);
     take_references(t);
-    free_copy(&c); /* it has arrays of its own */
+    free_copy(&c); /* it has its own arrays */
     copy a = copy_of(t), b = copy_of(other);
     CHECK(other->seen == t->seen && other->table_heads == t->table_heads && other->slot_capacity == t->slot_capacity);
     CHECK(other->columns == t->columns && !memcmp(a.entries, b.entries, (size_t)(kvc_lines(t) * t->columns * 8)));
@@ -94,13 +94,13 @@ static void test_taken_over(kvc_pool *pool, bool scored, int64_t heads)
     free_copy(&a);
     free_copy(&b);
     kvc_table_free(t);
-    OK(kvc_table_plan(other, 20, NULL)); /* it goes on */
+    OK(kvc_table_plan(other, 20, NULL)); /* it can be continued */
     kvc_table_commit(other);
     kvc_table_free(other);
     OK(kvc_pool_check(pool));
 }
 
-/* `change`, and what is said of it; then all is as it was. */
+/* Applies `change`, expects the error, and restores everything. */
 #define REFUSED(text, change)                                                                                          \
     do {                                                                                                               \
         copy c = copy_of(t);                                                                                           \
@@ -164,7 +164,7 @@ static void test_refused(kvc_pool *pool)
     kvc_table_free(other);
 }
 
-/* As long as can be: slots, and scores of the longest row. */
+/* Maximum sizes: slots, and scores of the longest row. */
 static void test_longest(kvc_pool *pool)
 {
     kvc_table *t = table_of(pool, true, 1), *other;

@@ -1,5 +1,5 @@
-/* test_space.c - the address space that pools share: blocks are apart, aligned and usable, what comes free is joined again;
- * pools in it keep their bytes to themselves. */
+/* test_space.c - the address space shared by pools: blocks are disjoint, aligned and usable, freed blocks are merged;
+ * pools in it do not affect each other. */
 #include "base/system.h"
 #include "harness.h"
 #include "kvc.h"
@@ -9,7 +9,7 @@ enum { BLOCKS = 200, ORDER = 9, POOLS = 3, SLOTS = 400 };
 
 static int64_t bytes_of(int order) { return SPACE_UNIT << order; }
 
-/* Blocks of all orders come and go. The first and last byte of each says whose it is. */
+/* Blocks of all orders come and go. The first and last byte of each identify it. */
 static void test_blocks(void)
 {
     static int64_t first[BLOCKS];
@@ -19,7 +19,7 @@ static void test_blocks(void)
     int64_t none, most = 0;
     OK(kvc_space_get(&space));
     int64_t room = kvc_system_space() / 2, twice = 2 * kvc_system_memory();
-    CHECK(space->bytes >= (room < twice ? room : twice) / 2); /* unless the system has no such room, all of it */
+    CHECK(space->bytes >= (room < twice ? room : twice) / 2); /* unless the system has less address space */
     for (int walk = 0; walk < 4000; walk++) {
         int i = (int)random_below(BLOCKS);
         uint8_t *at = space->base + first[i] * SPACE_UNIT;
@@ -33,7 +33,7 @@ static void test_blocks(void)
         kvc_alloc_fail_at(random_below(4) ? 0 : 1);
         kvc_status status = kvc_space_take(order[i], &first[i]);
         kvc_alloc_fail_at(0);
-        if (status != KVC_OK) { /* only where more had to become accessible */
+        if (status != KVC_OK) { /* only if more had to become accessible */
             CHECK(status == KVC_E_MEMORY && first[i] == -1 && strstr(kvc_error(), "the system refused"));
             continue;
         }
@@ -45,10 +45,10 @@ static void test_blocks(void)
     }
     for (int i = 0; i < BLOCKS; i++)
         if (taken[i]) kvc_space_give(first[i], order[i]);
-    OK(kvc_space_take(ORDER, &none)); /* all are one again: what they reached over has room for it */
+    OK(kvc_space_take(ORDER, &none)); /* all merged again: their range has room for it */
     CHECK(none >= 0 && none < most);
     kvc_space_give(none, ORDER);
-    for (int more = 0; more < 3; more++) { /* more than there is, or than there can be */
+    for (int more = 0; more < 3; more++) { /* more than exists, or can exist */
         OK(kvc_space_take(30 + more, &none));
         CHECK(none == -1);
     }
@@ -57,7 +57,7 @@ static void test_blocks(void)
     kvc_alloc_fail_at(0);
 }
 
-/* Slots of three pools come and go, and none has another one's bytes. */
+/* Slots of three pools come and go, without sharing bytes. */
 static void test_pools_side_by_side(void)
 {
     static const int64_t sizes[] = {64, 100, 4096, 20 * 1024, 300 * 1024, 2 * MB};
@@ -72,7 +72,7 @@ static void test_pools_side_by_side(void)
         uint8_t *at = kvc_pool_base(pool[p]) + offset[p][i], mark = (uint8_t)(p * 85 + i % 85);
         if (bytes[p][i]) {
             CHECK(at[0] == mark && at[bytes[p][i] - 1] == mark && kvc_pool_refs(pool[p], offset[p][i]) == 1);
-            /* of another one's slab it knows nothing */
+            /* it knows nothing of another pool's slab */
             CHECK(kvc_pool_bytes(pool[(p + 1) % POOLS], offset[p][i]) == 0);
             kvc_pool_unref(pool[p], offset[p][i]);
             bytes[p][i] = 0;
@@ -96,7 +96,7 @@ static void test_pools_side_by_side(void)
     }
     for (int p = 0; p < POOLS; p++) {
         OK(kvc_pool_keep(pool[p], 0));
-        for (int i = 0; p && i < SLOTS; i++) /* the first is released with what it has */
+        for (int i = 0; p && i < SLOTS; i++) /* the first one is released with its slots in use */
             if (bytes[p][i]) kvc_pool_unref(pool[p], offset[p][i]);
         OK(kvc_pool_check(pool[p]));
         kvc_pool_get_stats(pool[p], &stats);
@@ -112,7 +112,7 @@ static void test_pools_side_by_side(void)
     FAILS(KVC_E_MEMORY, "pool is full", kvc_pool_alloc(pool[0], MB, &some));
     FAILS(KVC_E_MEMORY, "pool is full", kvc_pool_alloc(pool[0], (int64_t)1 << 50, &some));
     kvc_pool_release(pool[0]);
-    for (int i = 0; i < 2; i++) { /* what a released pool still held is there for the next one */
+    for (int i = 0; i < 2; i++) { /* what a released pool still held is available to the next one */
         OK(kvc_pool_new_shared(&pool[i]));
         OK(kvc_pool_alloc(pool[i], 2 * MB, &offset[i][0]));
         kvc_pool_release(pool[i]);
@@ -120,7 +120,8 @@ static void test_pools_side_by_side(void)
     CHECK(offset[0][0] == offset[1][0]);
 }
 
-/* Slabs have 1, 1, 2, 4, 8 slots. One that is empty stays while the others have fewer than 16 slots, or keeps nothing. */
+/* Slabs have 1, 1, 2, 4, 8 slots. An empty slab stays while the others have fewer than 16 slots, unless the class is
+ * unused. */
 static void test_empty_slabs(void)
 {
     int64_t offset[32];
@@ -142,7 +143,7 @@ static void test_empty_slabs(void)
     kvc_pool_release(pool);
 }
 
-/* A random walk over sizes, with a failing allocation now and then. Every slot holds its own number. */
+/* A random walk over sizes, with occasional allocation failures. Every slot contains its own number. */
 static void test_walk(bool shared)
 {
     enum { N = 600 };

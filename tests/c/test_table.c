@@ -1,13 +1,14 @@
-/* test_table.c - tables: a random walk in which every allocation may fail, against what each slot must hold.
+/* test_table.c - tables: a random walk in which every allocation may fail, compared with the expected contents of each
+ * slot.
  *
- * The walk plays the op: it copies tags from raw to sealed pages and writes a tag per new token, both at the start and
- * at the end of the group of pages, so that a page written while shared or a copy cut short shows as a wrong tag. */
+ * The walk emulates the op: it copies tags from raw to sealed pages and writes a tag per new token, at the start and at
+ * the end of the group of pages, so that writing to a shared page, or an incomplete copy, shows as a wrong tag. */
 #include "harness.h"
 #include "table/table.h"
 
 enum { ROWS = 5, SLOTS = 900 };
 
-/* What slot s of row b must hold; 0: nothing (a pad). */
+/* Expected contents of slot s of row b; 0: nothing (padding). */
 typedef struct model {
     int32_t tag[ROWS][SLOTS];
 } model;
@@ -23,7 +24,7 @@ static int64_t slot_of(const kvc_table *t, int64_t b, int64_t i)
     return t->slots ? t->slots[b * t->slot_capacity + i] : t->rows[2 * b + 1] + i;
 }
 
-/* Every live token has its tag, in slot order, every slot that must be stored is, and no page is lost. */
+/* Every live token has its tag, in slot order, every expected slot is stored, and no page is lost. */
 static void check_table(const kvc_table *t, const model *m)
 {
     const kvc_spec *s = &t->spec;
@@ -57,7 +58,7 @@ static void check_table(const kvc_table *t, const model *m)
     OK(kvc_pool_check(t->pool));
 }
 
-/* Where a new token of this column goes: pages that are being sealed are written raw. */
+/* Where a new token of this column is written: pages being sealed are written raw. */
 static int64_t written(const kvc_table *t, int64_t entry)
 {
     int64_t n;
@@ -67,7 +68,7 @@ static int64_t written(const kvc_table *t, int64_t entry)
     return entry;
 }
 
-/* The op's part of an append. */
+/* Emulates the op of an append. */
 static void write_tokens(const kvc_table *t, int64_t T, const uint8_t *real, model *m)
 {
     static int32_t number;
@@ -92,7 +93,7 @@ static void write_tokens(const kvc_table *t, int64_t T, const uint8_t *real, mod
                 memcpy(tag_of(t, 1, seals[2 * i + 1], k, last), tag_of(t, 1, seals[2 * i], k, last), 4);
 }
 
-/* ---------------------------------------------------------------- all as before */
+/* ---------------------------------------------------------------- unchanged state */
 
 typedef struct snapshot {
     int64_t batch, columns, slot_capacity, seen, used, slots;
@@ -121,7 +122,7 @@ static void check_same(const kvc_table *t, const snapshot *s)
     kvc_pool_get_stats(t->pool, &pool);
     CHECK(t->batch == s->batch && t->seen == s->seen && pool.used == s->used && pool.slots == s->slots && !t->plan);
     CHECK(t->slot_capacity == s->slot_capacity && t->columns >= s->columns && !t->slots == !s->slot_capacity);
-    for (int64_t b = 0; b < t->batch; b++) /* room for more columns is all that may stay */
+    for (int64_t b = 0; b < t->batch; b++) /* only the capacity for columns may differ */
         for (int64_t c = 0; c < t->columns; c++)
             CHECK(t->entries[b * t->columns + c] == (c < s->columns ? s->entries[b * s->columns + c] : KVC_NONE));
     CHECK(!memcmp(t->rows, s->rows, (size_t)t->batch * 16));
@@ -135,7 +136,7 @@ static void drop(snapshot *s)
     free(s->sidecar);
 }
 
-/* Runs `call` with its first, second, ... allocation failing, until it gets through. */
+/* Runs `call` with its first, second, ... allocation failing, until it succeeds. */
 #define WITH_FAILURES(t, call)                                                                                         \
     do {                                                                                                               \
         snapshot before_ = take(t);                                                                                    \
@@ -152,7 +153,7 @@ static void drop(snapshot *s)
 
 /* ---------------------------------------------------------------- the walk */
 
-/* Pads come nowhere, on the left of the first append (no sidecar needed), or anywhere. */
+/* Padding: none, on the left of the first append (no stored slots needed), or anywhere. */
 typedef enum pads { NOWHERE, LEFT, ANYWHERE } pads;
 
 static void append(kvc_table *t, model *m, pads where)
@@ -168,7 +169,7 @@ static void append(kvc_table *t, model *m, pads where)
     WITH_FAILURES(t, kvc_table_plan(t, T, real));
     FAILS(KVC_E_VALUE, "no append under way", kvc_table_plan(t, T, real));
     FAILS(KVC_E_VALUE, "no append under way", kvc_table_crop(t, 0));
-    if (random_below(4) == 0) { /* the op wrote, then something failed */
+    if (random_below(4) == 0) { /* the op has written, then something failed */
         model scratch = *m;
         write_tokens(t, T, real, &scratch);
         kvc_table_rollback(t);
@@ -210,7 +211,7 @@ static void walk(kvc_pool *pool, const kvc_spec *spec, pads where, int steps)
             kvc_table_free(clone);
             WITH_FAILURES(t, kvc_table_clone(t, &clone));
             other = m;
-            if (random_below(2)) { /* go on with the copy; the original must not change */
+            if (random_below(2)) { /* continue with the copy; the original must not change */
                 kvc_table *swap = t;
                 t = clone;
                 clone = swap;
@@ -229,7 +230,7 @@ static void walk(kvc_pool *pool, const kvc_spec *spec, pads where, int steps)
     CHECK(left.slots == 0 && left.resident == 0);
 }
 
-/* ---------------------------------------------------------------- single facts */
+/* ---------------------------------------------------------------- individual cases */
 
 static void test_specs(kvc_pool *pool)
 {

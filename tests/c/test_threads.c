@@ -1,5 +1,5 @@
-/* test_threads.c - eight threads over one pool and one prefix index, for ThreadSanitizer: what each finds is what somebody
- * put, and in the end nothing is left. */
+/* test_threads.c - eight threads on one pool and one prefix index, for ThreadSanitizer: everything found was put by
+ * some thread, and in the end nothing is left. */
 #include "harness.h"
 #include "memory/reclaim.h"
 #include "prefix.h"
@@ -33,7 +33,7 @@ static void tokens_of(int64_t prompt, int64_t *tokens)
     for (int64_t i = 0; i < LINKS * STEP; i++) tokens[i] = i < STEP ? prompt % 3 : prompt * 7 + i;
 }
 
-/* A page whose words all say which link of which prompt it is; prompts that begin alike share their first link. */
+/* All words of a page identify its link and prompt; prompts with a common prefix share their first link. */
 static int64_t word_of(int64_t prompt, int64_t link) { return (link ? prompt : prompt % 3) * 100 + link; }
 
 static kvc_chain chain_of(const int64_t *tokens)
@@ -80,7 +80,7 @@ static void take(int64_t prompt)
     atomic_fetch_add(&hits, links > 0);
 }
 
-/* A table of the thread's own takes over what is known of a prompt, goes on, and goes. */
+/* A table of this thread takes over what is known of a prompt, appends, and is freed. */
 static void adopt(int64_t prompt)
 {
     int64_t tokens[LINKS * STEP], entries[1 + LINKS] = {KVC_NONE}, rows[2] = {0};
@@ -102,7 +102,8 @@ static void adopt(int64_t prompt)
     kvc_table_free(twin);
 }
 
-/* The page of the link that waits longest goes elsewhere and comes back, unless another thread has filled or dropped it. */
+/* The page of the least recently used link is offloaded and brought back, unless another thread has filled or dropped
+ * it. */
 static void park_and_bring(bool forget)
 {
     kvc_link_info oldest;
@@ -143,7 +144,7 @@ static void *work(void *argument)
         case 7:
         case 8: park_and_bring(next_random(&state) % 4 == 0); break;
         case 9: CHECK(kvc_prefix_offloaded(prefix, &chain, ids) <= LINKS); break;
-        case 10: kvc_pool_reclaim(pool); break; /* as if it were full */
+        case 10: kvc_pool_reclaim(pool); break; /* as if the pool were full */
         default:
             kvc_prefix_get_stats(prefix, &stats);
             kvc_pool_get_stats(pool, &pool_stats);
@@ -163,7 +164,7 @@ int main(void)
     for (int i = 0; i < THREADS; i++) CHECK(!pthread_join(threads[i], NULL));
     OK(kvc_prefix_check(prefix));
     OK(kvc_pool_check(pool));
-    CHECK(atomic_load(&hits) > STEPS / 10); /* of 8 threads' STEPS, a third asks */
+    CHECK(atomic_load(&hits) > STEPS / 10); /* a third of 8 threads' STEPS are lookups */
     kvc_prefix_free(prefix);
     kvc_pool_get_stats(pool, &stats);
     CHECK(stats.slots == 0 && stats.resident == 0);

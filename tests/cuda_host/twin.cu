@@ -1,4 +1,4 @@
-/* twin.cu - blocks as fibers: a scheduler, the meeting of lanes, and shared memory between guards. Compiled as C++ because
+/* twin.cu - blocks as fibers: a scheduler, meetings of lanes, and shared memory between guards. Compiled as C++ because
  * .cu sources are; written as C. */
 #include "kvc_cuda.h"
 #include "ptx.cuh"
@@ -35,7 +35,7 @@ typedef struct fiber {
         uint8_t *to;
         const uint8_t *at;
         int bytes, group;
-    } copies[COPIES]; /* not made yet, the oldest first */
+    } copies[COPIES]; /* pending, oldest first */
     int n_copies, group;
 } fiber;
 
@@ -53,8 +53,9 @@ static void *scheduler_sp;
 static void (*entry)(const void *);
 static const void *entry_argument;
 static const char *kernel_name = "?";
-static uint32_t order, chance;  /* of blocks, warps and lanes: 0 ascending, 1 descending, else the seed of chance */
-static const void *call_stream; /* that all work of a call must be queued on */
+/* order of blocks, warps and lanes: 0 ascending, 1 descending, else the seed of a random one */
+static uint32_t order, chance;
+static const void *call_stream; /* the stream that all work of a call must be queued on */
 
 static const char *const op_names[] = {"a warp barrier", "any",      "a shuffle",   "a xor shuffle",
                                        "mma f16",        "mma bf16", "mma u8 x s8", "mma u8 x u8"};
@@ -82,7 +83,7 @@ void twin_on(const void *stream)
     if (stream != call_stream) die("work on another stream than the call's");
 }
 
-/* ---------------------------------------------------------------- switching */
+/* ---------------------------------------------------------------- context switches */
 
 #if defined(__x86_64__)
 extern "C" void twin_switch(void **save, void *to);
@@ -131,7 +132,7 @@ static void start(fiber *f)
 {
     f->state = READY;
     f->n_copies = f->group = 0;
-    /* A fiber that is done leaves its last frames, and their red zones, behind. */
+    /* A finished fiber leaves its last frames, and their red zones, behind. */
     ASAN(if (f->stack) __asan_unpoison_memory_region(f->stack, STACK));
     if (!f->stack) {
         f->stack = mmap(NULL, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -140,7 +141,7 @@ static void start(fiber *f)
     }
 #if defined(__x86_64__)
     void **sp = (void **)((char *)f->stack + STACK - 64);
-    *--sp = NULL; /* a function begins 8 bytes off 16 */
+    *--sp = NULL; /* functions start with the stack 8 bytes off a multiple of 16 */
     *--sp = (void *)run_fiber;
     for (int i = 0; i < 6; i++) *--sp = NULL;
     f->sp = sp;
@@ -161,9 +162,10 @@ static float element(uint32_t word, int i, enum twin_op op)
     return op == TWIN_F16 ? kvc_f16_to_f32(h) : kvc_bf16_to_f32(h);
 }
 
-/* The sum of n numbers of which the last is what was there: aligned to the largest, cut off one bit below what a float of its size
- * holds, then made a float, all towards 0. So do tensor cores of sm_80, 8 products at a time (Fasi, Higham, Mikaitis, Pranesh,
- * "Numerical behavior of NVIDIA tensor cores", 2021); later ones keep a bit more. */
+/* The sum of n numbers, the last of which is the accumulator: aligned to the largest, truncated one bit below a float's
+ * precision, then converted to float, rounding toward 0. This is the behaviour of tensor cores of sm_80, for 8 products
+ * at a time (Fasi, Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021); later ones keep a bit
+ * more. */
 static float add_up(const double *x, int n)
 {
     double most = 0, plain = 0, sum = 0;
@@ -171,7 +173,8 @@ static float add_up(const double *x, int n)
     if (!isfinite(plain) || most == 0) return (float)plain;
     uint64_t bits;
     memcpy(&bits, &most, sizeof bits);
-    uint64_t last = ((bits >> 52) - 24) << 52, inverted = (2046ull << 52) - last; /* the last bit kept, and 1 / that */
+    /* the last bit that is kept, and its reciprocal */
+    uint64_t last = ((bits >> 52) - 24) << 52, inverted = (2046ull << 52) - last;
     double unit, inverse;
     memcpy(&unit, &last, sizeof unit);
     memcpy(&inverse, &inverted, sizeof inverse);
@@ -180,8 +183,8 @@ static float add_up(const double *x, int n)
     return isfinite(f) && fabs((double)f) > fabs(sum) ? kvc_f32_of_bits(kvc_f32_bits(f) - 1) : f;
 }
 
-/* D = A B + C by PTX's fragment tables. Words of k: 0..7, word w of A's row r is a[r / 8 + 2 * (w / 4)] of lane r % 8 * 4 +
- * w % 4. */
+/* D = A B + C by PTX's fragment tables. For words 0..7 of k, word w of A's row r is a[r / 8 + 2 * (w / 4)] of lane r %
+ * 8 * 4 + w % 4. */
 static void multiply(fiber *lane, enum twin_op op)
 {
     for (int r = 0; r < 16; r++)
@@ -250,13 +253,13 @@ void twin_touch(const uint8_t *at, int64_t bytes)
     (void)x;
 }
 
-/* Bytes that came by asynchronous copies since the last time. */
+/* Bytes copied asynchronously since the last call. */
 static int64_t copied;
 void twin_copy(void *to, const void *at, int bytes)
 {
     fiber *me = &fibers[twin_thread];
     if ((uintptr_t)to % (uintptr_t)bytes || (uintptr_t)at % (uintptr_t)bytes) die("a misaligned asynchronous copy");
-    if (order & 1) { /* as early as can be: what is still read there is seen to be gone */
+    if (order & 1) { /* as early as possible: detects data that is still read there */
         memcpy(to, at, (size_t)bytes), copied += bytes;
         return;
     }
@@ -282,7 +285,7 @@ void twin_copies_wait(void)
     memmove(me->copies, me->copies + made, (size_t)me->n_copies * sizeof *me->copies);
 }
 
-/* ---------------------------------------------------------------- a launch */
+/* ---------------------------------------------------------------- launch */
 
 static void run_warp(int w)
 {
@@ -366,6 +369,6 @@ int twin_launch(void (*kernel)(const void *), const char *name, const void *argu
     return 0;
 }
 
-/* For callers who write the structs down again. */
+/* For callers that declare the structs themselves. */
 extern "C" int twin_args_bytes(void) { return sizeof(kvc_attend_args) << 16 | sizeof(kvc_cuda); }
 extern "C" int twin_engine_bytes(void) { return sizeof(kvc_varlen_args) << 16 | sizeof(kvc_store_args); }

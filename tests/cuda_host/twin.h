@@ -1,7 +1,7 @@
-/* twin.h - the host's side of csrc/cuda/ptx.cuh: a block is run as fibers, one a thread, in this process. What a GPU would
- * leave undefined ends the program with a word about it: a warp primitive that not all 32 lanes reach, or not the same one; a
- * barrier that some threads have passed by returning; shared memory written out of bounds. Shared memory starts as NaN.
- * Included by ptx.cuh, never otherwise. */
+/* twin.h - the host implementation of csrc/cuda/ptx.cuh: the threads of a block run as fibers in this process.
+ * Undefined behaviour of a GPU ends the program with a message: a warp primitive that not all 32 lanes reach, or not
+ * the same one; a barrier when some threads have returned; shared memory written out of bounds. Shared memory is
+ * initialized with NaN. Included by ptx.cuh only. */
 #ifndef KVC_TWIN_H
 #define KVC_TWIN_H
 
@@ -32,7 +32,7 @@ extern int64_t twin_block[3];
 extern uint8_t *kvc_shared;
 int twin_launch(void (*kernel)(const void *), const char *name, const void *argument, int64_t bytes, int64_t x,
                 int64_t y, int64_t z, int threads, int64_t shared, const void *stream);
-/* Who runs a kernel in the twin's place; 0: the twin does. */
+/* Runs kernels instead of the twin; 0: the twin does. */
 typedef int twin_launcher(const char *name, const void *argument, int64_t bytes, const int64_t grid[3], int threads,
                           int64_t shared);
 void twin_set_launcher(twin_launcher *launcher);
@@ -41,7 +41,7 @@ void twin_set_stream(const void *stream);
 void twin_on(const void *stream);
 void twin_threads_are(const char *kernel, int threads);
 void twin_block_barrier(void);
-/* All lanes of a warp meet: `in` words of each go to what `op` makes of them, `out` words come back. */
+/* A meeting of all lanes of a warp: each passes `in` words, `op` combines them, and each gets `out` words. */
 void twin_meet(enum twin_op op, const uint32_t *in, int n_in, uint32_t *out, int n_out);
 void twin_touch(const uint8_t *at, int64_t bytes);
 void twin_copy(void *to, const void *at, int bytes);
@@ -120,7 +120,7 @@ KVC_DEVICE uint32_t kvc_atomic_add(uint32_t *at, uint32_t x)
     return old;
 }
 
-/* Loads of 16 bytes need their alignment on a GPU. */
+/* 16-byte loads require alignment on a GPU. */
 KVC_DEVICE kvc_quad kvc_load_quad(const void *at)
 {
     kvc_quad q;
@@ -150,7 +150,7 @@ KVC_DEVICE void kvc_prefetch(const uint8_t *at, int64_t bytes, int lane)
 {
     if (lane == 0) twin_touch(at, bytes);
 }
-/* Asynchronous copies are made when they are waited for, and not before; at once where the order of lanes is odd. */
+/* Asynchronous copies are made as late as possible, when they are waited for; at once if the order of lanes is odd. */
 KVC_DEVICE void kvc_copy_quad(void *to, const void *at) { twin_copy(to, at, 16); }
 KVC_DEVICE void kvc_copies_end(void) { twin_copies_end(); }
 KVC_DEVICE void kvc_copies_wait(void) { twin_copies_wait(); }
@@ -192,14 +192,14 @@ KVC_DEVICE uint32_t kvc_most_pair(uint32_t x, uint32_t y)
 {
     return kvc_pack_f16(fmaxf(kvc_widen(x, 0), kvc_widen(y, 0)), fmaxf(kvc_widen(x, 1), kvc_widen(y, 1)));
 }
-/* Of numbers that are not negative bits are in order, and NaN's above all. */
+/* For non-negative numbers, bits compare like numbers; NaN compares above all others. */
 KVC_DEVICE uint32_t kvc_top_pair(const bool bf16, uint32_t x, uint32_t y)
 {
     uint32_t low = (x & 0xffff) > (y & 0xffff) ? x : y, high = x >> 16 > y >> 16 ? x : y;
     (void)bf16;
     return (low & 0xffff) | (high & 0xffff0000);
 }
-/* Exact in 53 bits; the float in between keeps the bit below that a second rounding wants, but for ties of ties. */
+/* Exact in 53 bits; the intermediate float keeps the bit that the second rounding needs, except for ties of ties. */
 KVC_DEVICE uint32_t kvc_times_pair_more(uint32_t x, uint32_t y, uint32_t z)
 {
     double low = (double)kvc_widen(x, 0) * kvc_widen(y, 0) + kvc_widen(z, 0);

@@ -1,5 +1,6 @@
-/* args.c - hostile arguments of the ops through the C API: entries, lengths, slots, geometry. What the core is to check
- * itself is anything; sizes of the caller's arrays stay within what is given. Accepted or refused, never out of bounds. */
+/* args.c - hostile arguments of the ops through the C API: entries, lengths, slots, geometry. Everything that the core
+ * checks itself is arbitrary; the caller's arrays have their stated sizes. Calls are accepted or rejected, never out of
+ * bounds. */
 #include "input.h"
 
 enum { B = 2, COLUMNS = 12, SLOTS = 64, T = 8, HEADS = 4, N = 1 << 15 };

@@ -1,5 +1,5 @@
-/* codecs.c - any numbers through every encoder: NaN and Inf are refused by all levels alike, everything else becomes the same
- * bytes on each, which decode to finite numbers. */
+/* codecs.c - arbitrary numbers through every encoder: NaN and Inf are rejected by all levels, everything else gives the
+ * same bytes on each level, which decode to finite numbers. */
 #include "input.h"
 
 #include <math.h>

@@ -1,6 +1,6 @@
-/* input.h - what the fuzz targets share: numbers out of the fuzzer's bytes, exact buffers, kernel levels by index.
+/* input.h - shared by the fuzz targets: numbers from the fuzzer's bytes, exact buffers, kernel levels by index.
  *
- * A target is LLVMFuzzerTestOneInput. dispatch.c is part of each, so that a level can be chosen more than once. */
+ * A target is LLVMFuzzerTestOneInput. Each includes dispatch.c, so that the level can be changed. */
 #ifndef KVC_INPUT_H
 #define KVC_INPUT_H
 
@@ -18,7 +18,7 @@ typedef struct input {
 static inline uint8_t byte(input *in) { return in->at < in->end ? *in->at++ : 0; }
 static inline int64_t below(input *in, int64_t n) { return byte(in) % n; }
 
-/* Mostly small; sometimes what breaks arithmetic. */
+/* Mostly small; sometimes values that break arithmetic. */
 static inline int64_t number(input *in)
 {
     static const int64_t odd[] = {-1,
@@ -43,10 +43,10 @@ static inline float real_number(input *in)
 {
     uint32_t bits = 0;
     for (int i = 0; i < 4; i++) bits = bits << 8 | byte(in);
-    return bits & 1 ? (float)(int32_t)bits / 0x1p28f : kvc_f32_of_bits(bits); /* every other one is tame */
+    return bits & 1 ? (float)(int32_t)bits / 0x1p28f : kvc_f32_of_bits(bits); /* half of them are moderate */
 }
 
-/* `bytes` of its own, on 64: a byte too far is seen. Filled with the input again and again. */
+/* An exact buffer of `bytes`, aligned to 64, so that sanitizers see an overrun. Filled with the input, repeatedly. */
 static inline uint8_t *filled(input *in, int64_t bytes)
 {
     const uint8_t *from = in->at;
@@ -57,7 +57,7 @@ static inline uint8_t *filled(input *in, int64_t bytes)
     return p;
 }
 
-/* The i-th level of this machine; false past the last. */
+/* Selects the i-th level of this machine; false past the last. */
 static inline bool use_level(int i)
 {
     if (!kvc_isa_available(i)) return false;

@@ -1,5 +1,5 @@
-/* pages.c - pages of any bytes in any formats: reading them back and attending to them must not fail, must not depend on the
- * level, and reading must say what reference.h says. */
+/* pages.c - pages of arbitrary bytes in any formats: reading them and attention must not fail and must not depend on
+ * the level, and reading must agree with reference.h. */
 #include "input.h"
 
 #include "../c/reference.h"
@@ -8,7 +8,7 @@
 
 enum { H = 2, PAGES = 2 };
 
-/* Encoders write none; with one, weights times scales have both signs, for which integer kernels have no digits. */
+/* Encoders write none; with one, weights times scales have both signs, which integer kernels do not support. */
 static bool negative_scale(const uint8_t *meta, int format, bool key, int64_t dim, int64_t P)
 {
     kvc_traits f = kvc_format_traits(format);
@@ -47,7 +47,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         for (int i = 0; i < 2; i++)
             for (int64_t j = 0; j < n[i]; j++) {
                 if (level == 0) tame &= fabsf(x[i][j]) < 30;
-                int format = i ? value : key; /* codes or scales are e4m3, whose NaN is 480 on some */
+                int format = i ? value : key; /* codes or scales are e4m3, whose NaN is 480 on some levels */
                 bool e4m3 = format == KVC_FP8_E4M3 || kvc_format_traits(format).scale == KVC_SCALE_E4M3;
                 if (level) CHECK(x[i][j] == first[i][j] || (isnan(first[i][j]) && (e4m3 || isnan(x[i][j]))));
             }
@@ -63,8 +63,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             off = fmax(off, fabs((double)out[j] - out0[j]));
         }
         for (int64_t j = 0; tame && j < n[1]; j++) most = fmax(most, fabs(x[1][j]));
-        /* Where all is tame: scores of 8 bits of q may be off by some hundredths, and so are weights. */
-        if (tame) CHECK(off <= .3 * most + 1e-25); /* less is nothing to kernels of integers */
+        /* With moderate values: 8-bit q may change scores, and so weights, by some hundredths. */
+        if (tame) CHECK(off <= .3 * most + 1e-25); /* smaller values are 0 in integer kernels */
     }
     for (int64_t j = 0; j < H * T; j++)
         for (int side = 0; side < 2; side++) {

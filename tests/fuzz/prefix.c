@@ -1,5 +1,5 @@
-/* prefix.c - the prefix index under any order of calls, with digests so weak that they collide: what is taken is what was put
- * for those tokens, or brought back for them, and no reference is lost. */
+/* prefix.c - the prefix index under any order of calls, with weak digests that collide: taken pages are those put, or
+ * brought back, for the same tokens, and no reference is lost. */
 #include "input.h"
 
 #include "memory/reclaim.h"
@@ -7,7 +7,7 @@
 
 enum { STEPS = 6, STEP = 4, PAGE = 256 };
 
-/* A page of the chain's link i; path: its tokens. */
+/* The page of the chain's link i; path: its tokens. */
 static int64_t page_of(kvc_pool *pool, const kvc_chain *chain, int64_t i, uint8_t path)
 {
     int64_t offset;
@@ -80,7 +80,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         case 3: kvc_prefix_pin(p, &chain, what & 8 ? 1 : -1); break;
         case 4:
             if (what & 8)
-                kvc_pool_reclaim(pool); /* as if it were full */
+                kvc_pool_reclaim(pool); /* as if the pool were full */
             else
                 kvc_prefix_trim(p, number(&in), number(&in));
             break;

@@ -1,4 +1,4 @@
-/* replay.c - main for a fuzz target without a fuzzer: feeds it the files that it is given. */
+/* replay.c - main function for a fuzz target without a fuzzer: runs it on the given files. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>

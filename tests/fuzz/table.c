@@ -1,5 +1,5 @@
-/* table.c - a table takes over what a hostile file says it held, and then lives on: appends, evictions, copies, failing
- * allocations. Whatever is accepted must work; nothing is lost, nothing is freed twice. */
+/* table.c - a table restores the contents of a hostile file, and continues: appends, evictions, copies, failing
+ * allocations. Whatever is accepted must work; nothing is lost or freed twice. */
 #include "input.h"
 
 enum { ROWS = 3, COLUMNS = 8, TOKENS = 200 };
@@ -21,7 +21,7 @@ static int64_t hostile_entry(input *in, kvc_pool *pool, const kvc_spec *s, int64
     return kvc_entry(offset, key, value);
 }
 
-/* Restores from the input; returns whether the table took it. All references are given back or taken over. */
+/* Restores from the input; returns whether the table accepted it. All references are released or taken over. */
 static bool restore(input *in, kvc_table *t)
 {
     int64_t entries[ROWS * 4 * COLUMNS], rows[ROWS * 4 * 2], H = t->spec.heads;
@@ -44,11 +44,11 @@ static bool restore(input *in, kvc_table *t)
     int64_t cells = x.batch * x.table_heads * x.columns;
     for (int64_t i = 0; i < cells; i++)
         entries[i] = hostile_entry(in, t->pool, &t->spec, x.table_heads == 1 ? H : 1, i % x.columns);
-    bool made[ROWS * 4 * COLUMNS]; /* entries that are numbers alone hold no reference */
+    bool made[ROWS * 4 * COLUMNS]; /* entries that are only numbers hold no reference */
     for (int64_t i = 0; i < cells; i++) {
         made[i] = entries[i] >= 0 && entries[i] >> 16 < (int64_t)1 << 40 &&
                   kvc_pool_bytes(t->pool, kvc_entry_offset(entries[i])) > 0;
-        for (int64_t j = 0; j < i && made[i]; j++) /* the same page twice: each use has a reference of its own */
+        for (int64_t j = 0; j < i && made[i]; j++) /* the same page twice: each use has its own reference */
             if (kvc_entry_offset(entries[j]) == kvc_entry_offset(entries[i]) && made[j]) {
                 kvc_pool_ref(t->pool, kvc_entry_offset(entries[i]));
                 break;
@@ -90,7 +90,7 @@ static void evict(input *in, kvc_table *t)
             kvc_table_commit(t);
         else
             kvc_table_rollback(t);
-        CHECK(status == KVC_OK || status == KVC_E_MEMORY); /* what was planned can be done */
+        CHECK(status == KVC_OK || status == KVC_E_MEMORY); /* a planned append can be executed */
     }
     free(keep), free(formats);
 }
@@ -125,7 +125,7 @@ static void live_on(input *in, kvc_table **table)
     case 7: evict(in, t); break;
     case 8:
         if (kvc_table_clone(t, &other) == KVC_OK) {
-            *table = below(in, 2) ? other : t; /* the page is shared while the other goes on for a step */
+            *table = below(in, 2) ? other : t; /* the page is shared while the other table makes a step */
             kvc_table_plan(*table, 3, NULL);
             kvc_table_commit(*table);
             kvc_table_free(*table == t ? other : t);

@@ -1,6 +1,6 @@
-/* varlen.c - an engine's batches through the C API: lengths, tables, ids, slots and geometry that may be anything. What the
- * caller owns has its exact size, so ASan sees a byte too far. Besides: a refused call has written nothing (but behind
- * stored tokens, where one is NaN); blocks that no table names stay, and so does what lies between blocks. */
+/* varlen.c - an engine's batches through the C API, with arbitrary lengths, tables, ids, slots and geometry. The
+ * caller's buffers have exact sizes, so ASan sees an overrun. Also: a rejected call has written nothing (except after
+ * stored tokens, if one is NaN); blocks that no table names, and the gaps between blocks, are unchanged. */
 #include "input.h"
 
 #include "base/util.h"
@@ -45,7 +45,7 @@ static memory new_blocks(input *in, kvc_blocks *b, int64_t page_bytes)
     return m;
 }
 
-/* Residual blocks in the cache's memory, as those of one pool are: every few blocks of it. False if there is no room. */
+/* Residual blocks in the cache's memory, as in one block pool: every few blocks of it. False if there is no room. */
 static bool share_blocks(input *in, const kvc_varlen_args *a, kvc_blocks *r, int64_t residual_bytes)
 {
     const kvc_blocks *c = &a->cache;
@@ -58,7 +58,7 @@ static bool share_blocks(input *in, const kvc_varlen_args *a, kvc_blocks *r, int
     return r->blocks > 0;
 }
 
-/* A description of less than there is, or of what cannot be. */
+/* Describes less than there is, or something impossible. */
 static void belittle(input *in, kvc_blocks *b)
 {
     switch (byte(in)) {
@@ -89,7 +89,8 @@ static void belittle_all(input *in, kvc_varlen_args *a)
     }
 }
 
-/* [1, heads, tokens, dim] as engines have it, tokens first; every number finite but where the input says. */
+/* [1, heads, tokens, dim] with the layout of engines, tokens first; all numbers are finite unless the input says
+ * otherwise. */
 static kvc_dense dense(input *in, kvc_dtype dtype, int64_t tokens, int64_t heads, int64_t dim)
 {
     int64_t n = tokens * heads * dim, size = dtype == KVC_F32 ? 4 : 2;
@@ -103,7 +104,7 @@ static kvc_dense dense(input *in, kvc_dtype dtype, int64_t tokens, int64_t heads
     return (kvc_dense){data, {0, dim, heads * dim}, dtype};
 }
 
-/* Lengths that go together; then some that do not. */
+/* Consistent lengths; then some changed at random. */
 static void fill_lengths(input *in, kvc_varlen_args *a, int32_t *starts, int32_t *ends, int32_t *sealed,
                          int32_t *drafts)
 {
@@ -154,7 +155,7 @@ static void attend(input *in, kvc_varlen_args *a, memory *cache, memory *residua
     kvc_alloc_fail_at(0);
     CHECK(status == KVC_OK || *kvc_error());
     bool refused = status == KVC_E_VALUE || status == KVC_E_TYPE, late = refused && strstr(kvc_error(), "finite");
-    if ((refused && !late) || a->stored) { /* late: what lies behind stored tokens may be written */
+    if ((refused && !late) || a->stored) { /* late: memory after stored tokens may be written */
         check_same(cache, 0, cache->bytes);
         check_same(residual, 0, residual->bytes);
     } else if (!shared) {
@@ -218,7 +219,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
     belittle_all(&in, &a);
     attend(&in, &a, &cache, &residual, shared);
     store(&in, &a, &cache);
-    for (int64_t b = 0; b < whole.batch; b++) { /* a step later */
+    for (int64_t b = 0; b < whole.batch; b++) { /* one step later */
         int32_t *starts = lengths[0], *ends = lengths[1];
         if (starts[b + 1] <= starts[b] || whole.batch != 1 || ends[b] == INT32_MAX) continue;
         starts[b] = starts[b + 1] - 1, ends[b]++;

@@ -1,6 +1,6 @@
-/* asked.c - counts the memory that a process asks for: preloaded, read by asked.py. What malloc and its like are asked for
- * counts before it is given, so that a request that fails is seen too; so do writable mappings, unless they only reserve
- * addresses. */
+/* asked.c - counts the memory that a process requests: preloaded, read by asked.py. Requests to malloc and related
+ * functions count before they are granted, so that failed ones are included; so do writable mappings, unless they only
+ * reserve addresses. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

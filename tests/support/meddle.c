@@ -1,6 +1,6 @@
-/* meddle.c - another process that changes files between any two system calls of this one: preloaded, driven by meddle.py.
- * Before the n-th call that touches a file of the watched folder, all files there are unlinked, emptied, overwritten, or
- * become links to the file `victim` beside the folder. */
+/* meddle.c - emulates another process that changes files between any two system calls: preloaded, driven by meddle.py.
+ * Before the n-th call that accesses a file of the watched folder, all files there are deleted, truncated, overwritten,
+ * or replaced by links to the file `victim` next to the folder. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -45,7 +45,7 @@ static void change(const char *path)
     syscall(SYS_close, file);
 }
 
-/* A call that touches the folder is about to be made. */
+/* Called before a system call that accesses the folder. */
 static void touch(void)
 {
     if (++count != at) return;
