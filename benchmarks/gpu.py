@@ -159,7 +159,8 @@ def build(args: argparse.Namespace) -> list[str]:
 
 
 def build_for(args: argparse.Namespace) -> dict[str, str]:
-    return {"KVCOMPRESS_CUDA": args.arch or device.state().get("compute_cap", "").replace(".", "") or "all"}
+    found = device.state().get("compute_cap", "").replace(".", "")
+    return {"KVCOMPRESS_CUDA": args.arch or found or ("90" if args.rehearse else "all")}
 
 
 STEPS: dict[str, Step] = {

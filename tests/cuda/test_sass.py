@@ -2,15 +2,11 @@
 come to. Kernels as nvcc makes them: test_sass_attention.py, test_sass_codec.py."""
 
 import ctypes
-import sys
-from pathlib import Path
 
 import cuda_twin
 import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sass"))
 import program
+import pytest
 import replay
 from machine import Block, Fault
 
@@ -46,10 +42,13 @@ FAULTS = {
     "unknown instruction": START + "WGMMA R2, R3",
     "a race: write": START + "STS [RZ], R0",
     "a race: read": START + "ISETP.GE.AND P0, PT, R0, 0x20, PT\n@!P0 STS [RZ], R0\n@P0 LDS R2, [RZ]",
-    "unknown shape of MOVM": START + "MOVM.8.MT88 R2, R0",
-    "unknown kind of minimum": START + "HMNMX2.XORSIGN R2, R0, R1, PT",
+    "unknown modifier: 8": START + "MOVM.8.MT88 R2, R0",
+    "unknown modifier: XORSIGN": START + "HMNMX2.XORSIGN R2, R0, R1, PT",
+    "unknown modifier: CEIL": START + "F2I.CEIL R2, R0",
+    "parts of a warp": START + "SHFL.BFLY PT, R2, R0, 0x1, 0xf1f",
+    "the upper word of what is negated": START + "LEA.HI R2, -R0, R1, R1, 0x1",
     "a move that": START + "IMAD.MOV.U32 R2, RZ, RZ, -R0",
-    "loses a sign": START + "MOV R0, R0",
+    "loses a sign": START + "MOV R0, R0\nHMMA.16816.F32 R4, R4, R8, R4",
     "lanes of a warp wait in different": START + "ISETP.EQ.AND P0, PT, R0, RZ, PT\n@P0 BRA `(.L)\nWARPSYNC.ALL\n.L:\n"
     "BAR.SYNC 0x0",
     "lanes of a warp diverge": START + "ISETP.EQ.AND P0, PT, R0, RZ, PT\n@P0 EXIT\n@!P0 BRA `(.L)\nNOP\n.L:\n"
@@ -260,6 +259,41 @@ def test_half_of_a_pair_that_nobody_wrote():
     for half in ("R11", "R13"):
         with pytest.raises(Fault, match="what is stored"):
             run(START + moved + f"STS [R1], {half}\nEXIT")
+
+
+def test_minima_of_halves():
+    """What sm_100 and 120 make of the larger of two numbers of 16 bits (a scale that must not be 0)."""
+    text = "LEA R8, R0, 0x80000, 0x10\n" + "\n".join(
+        f"VIMNMX.{kind} R{4 + i}, R8, 0x80000001, {'!' * larger}PT"
+        for i, (kind, larger) in enumerate([("U16x2", 1), ("U16x2", 0), ("S16x2", 1), ("U32", 1)])
+    )
+    lanes = np.arange(32)
+    got = stored(text, 4).view(np.uint16).reshape(32, 4, 2)
+    assert (got[:, 0] == np.stack([lanes * 0 + 1, lanes * 0 + 0x8000], 1)).all()
+    assert (got[:, 1] == np.stack([lanes * 0, 8 + lanes], 1)).all()
+    assert (got[:, 2] == np.stack([lanes * 0 + 1, 8 + lanes], 1)).all()
+    assert (got[:, 3] == [1, 0x8000]).all()
+
+
+def test_a_distance_backwards_carries():
+    """b - 2 a in two words, of a = 0 too: what is negated is ~x + 1."""
+    text = """MOV R8, 0x10
+        LEA R4, P0, -R0, R8, 0x1
+        IMAD.X R5, RZ, RZ, ~RZ, P0"""
+    assert (stored(text, 2).view(np.int64)[:, 0] == 16 - 2 * np.arange(32)).all()
+
+
+def test_integers_become_floats_in_a_direction():
+    text = """IADD3 R8, R0, 0x7fffff81, RZ
+        MOV R9, 0x1
+        I2F.U32.RP R4, R8
+        I2FP.F32.U32.RZ R5, R8
+        I2F.U64.RP R6, R8
+        I2F.S64 R7, R8"""
+    number = np.arange(32) + 0x7FFFFF81
+    got, near = stored(text, 4).view(np.float32).astype(np.float64), (number + 2**32).astype(np.float32)
+    assert (got[:, 0] == -(-number // 128 * 128)).all() and (got[:, 1] == number // 128 * 128).all()
+    assert (got[:, 2] == -(-(number + 2**32) // 512 * 512)).all() and (got[:, 3] == near).all()
 
 
 def test_products_and_sums_are_rounded_once():

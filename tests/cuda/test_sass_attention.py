@@ -2,25 +2,15 @@
 stored, and the twin. Every kernel of decode, for sm_90 with most shapes, for the other architectures with fewer."""
 
 import functools
-import sys
-from pathlib import Path
 
 import cuda_twin
 import numpy as np
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sass"))
 import runner
+import torch
 
 from kvcompress import _C, PagedKV
 
-WHY = runner.missing()
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(cuda_twin.DEVICE != "cpu", reason="the twin's"),
-    pytest.mark.skipif(WHY is not None, reason=str(WHY)),
-]
 BOUND = {"raw": 1e-2, "int8": 5e-3, "fp8_e4m3": 5e-3, "int4": 2e-2, "int2": 2e-2}
 SET = {"raw": "raw", "int8": "int8", "fp8_e4m3": "fp8", "int4": "int4", "int2": "int2"}
 ARCHS = ["80", "90", "100", "120"]

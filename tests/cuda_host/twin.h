@@ -21,8 +21,9 @@
         name##_body(*(const type *)argument);                                                                          \
     }                                                                                                                  \
     static void name##_body(const type &a)
+#define TWIN_NAME(kernel) #kernel /* behind KVC_LAUNCH, so that wide.cu's names are seen */
 #define KVC_LAUNCH(kernel, argument, x, y, z, threads, shared, stream)                                                 \
-    twin_launch(kernel, #kernel, argument, sizeof *(argument), x, y, z, threads, shared, stream)
+    twin_launch(kernel, TWIN_NAME(kernel), argument, sizeof *(argument), x, y, z, threads, shared, stream)
 
 enum twin_op { TWIN_BARRIER, TWIN_ANY, TWIN_SHUFFLE, TWIN_XOR, TWIN_F16, TWIN_BF16 };
 

@@ -32,43 +32,48 @@ def _rounded(value, modifiers):
     return near
 
 
-def _put(w, x, value):
-    w.write(x, np.ascontiguousarray(value, np.float32).view(U))
-
-
-@handles("FADD")
-def fadd(w, x):
-    _put(w, x.operands[0], w.real(x.operands[1]) + w.real(x.operands[2]))
-
-
 def _flushed(x, value):
     """As .FTZ has it: numbers below the normal ones are 0."""
     return np.where(np.abs(value) < 2.0**-126, np.copysign(0, value), value) if "FTZ" in x.modifiers else value
 
 
-@handles("FMUL")
+def _put(w, x, value):
+    w.write(x, np.ascontiguousarray(value, np.float32).view(U))
+
+
+@handles("FADD", "UFADD", knows="FTZ")
+def fadd(w, x):
+    a, b = (_flushed(x, w.real(y)) for y in x.operands[1:3])
+    _put(w, x.operands[0], _flushed(x, a + b))
+
+
+@handles("FMUL", "UFMUL", knows="FTZ RM RP RZ")
 def fmul(w, x):
     a, b = (_flushed(x, w.real(y)).astype(np.float64) for y in x.operands[1:3])
     _put(w, x.operands[0], _flushed(x, _rounded(a * b, x.modifiers)))
 
 
-@handles("FFMA")
+@handles("FFMA", "UFFMA", knows="RM RP RZ SAT")
 def ffma(w, x):
     a, b, c = (w.real(y).astype(np.float64) for y in x.operands[1:4])
     value = _rounded(_odd_sum(a * b, c), x.modifiers)
     _put(w, x.operands[0], np.clip(np.nan_to_num(value), 0, 1) if "SAT" in x.modifiers else value)
 
 
-@handles("FMNMX", "FMNMX3")
+@handles("FMNMX", "FMNMX3", knows="NAN")
 def fmnmx(w, x):
     numbers = [w.real(y) for y in x.operands[1:-1]]
-    _put(w, x.operands[0], np.where(w.predicate(x.operands[-1]), np.fmin.reduce(numbers), np.fmax.reduce(numbers)))
+    least, most = (np.minimum, np.maximum) if "NAN" in x.modifiers else (np.fmin, np.fmax)
+    _put(w, x.operands[0], np.where(w.predicate(x.operands[-1]), least.reduce(numbers), most.reduce(numbers)))
 
 
-@handles("FSEL")
+@handles("FSEL", "UFSEL")
 def fsel(w, x):
     o = x.operands
     _put(w, o[0], w.choose(o[3], lambda: w.real(o[1]), lambda: w.real(o[2])))
+
+
+ORDERED = " ".join(f"{kind} {kind}U" for kind in ("LT", "LE", "GT", "GE", "EQ", "NE")) + " NUM NAN"
 
 
 def _compared(kind, a, b):
@@ -78,13 +83,13 @@ def _compared(kind, a, b):
     return result | none if len(kind) == 3 and kind.endswith("U") else result  # true where one is NaN
 
 
-@handles("FSETP")
+@handles("FSETP", "UFSETP", knows=f"{ORDERED} AND OR XOR FTZ")
 def fsetp(w, x):
     a, b = (_flushed(x, w.real(y)) for y in x.operands[2:4])
     w.compare(x, _compared(x.modifiers[0], a, b), x.operands[4])
 
 
-@handles("FSET")
+@handles("FSET", knows=f"BF {ORDERED} AND OR XOR FTZ")
 def fset(w, x):
     """1 or 0."""
     o, m = x.operands, x.modifiers
@@ -103,7 +108,7 @@ def fchk(w, x):
     w.set(x.operands[0], odd | (b < -124) | (b > 126) | (a - b > 126) | (a - b < -125) | (a < -100))
 
 
-@handles("MUFU")
+@handles("MUFU", knows=" ".join(FUNCTIONS))
 def mufu(w, x):
     kind = next((k for k in x.modifiers if k in FUNCTIONS), None)
     if kind is None:
@@ -111,19 +116,20 @@ def mufu(w, x):
     _put(w, x.operands[0], FUNCTIONS[kind](w.real(x.operands[1]).astype(np.float64)))
 
 
-@handles("I2F", "I2FP", "UI2F")
+@handles("I2F", "I2FP", "UI2F", "UI2FP", knows="F32 U8 U16 U32 S32 U64 S64 RM RP RZ")
 def i2f(w, x):
     m = x.modifiers
     if "U64" in m or "S64" in m:
         wide = w.wide(x.operands[1])
-        _put(w, x.operands[0], (wide if "U64" in m else wide.view(np.int64)).astype(np.float32))
+        value = (wide if "U64" in m else wide.view(np.int64)).astype(np.longdouble)  # of 64 bits, at least
+        _put(w, x.operands[0], _rounded(value, m))
         return
     value = w.value(x.operands[1])
     value = value & U(0xFFFF) if "U16" in m else value & U(255) if "U8" in m else value if "U32" in m else signed(value)
-    _put(w, x.operands[0], value.astype(np.float64))
+    _put(w, x.operands[0], _rounded(value.astype(np.float64), m))
 
 
-@handles("F2I")
+@handles("F2I", knows="TRUNC NTZ FTZ U32 U64")
 def f2i(w, x):
     value = w.real(x.operands[1]).astype(np.float64)
     value = np.trunc(value) if "TRUNC" in x.modifiers else np.rint(value)
@@ -149,7 +155,7 @@ def _bits(x):
     return np.ascontiguousarray(x).astype(np.float16).view(np.uint16).astype(U)
 
 
-@handles("F2FP")
+@handles("F2FP", knows="F16 BF16 F32 PACK_AB UNPACK_B E4M3")
 def f2fp(w, x):
     o, m = x.operands, x.modifiers
     if "UNPACK_B" not in m:
@@ -198,11 +204,9 @@ def _half_operands(w, operands):
     return out
 
 
-@handles("HADD2", "HMUL2", "HFMA2")
+@handles("HADD2", "HMUL2", "HFMA2", knows="F32 MMA")
 def half2(w, x):
     o, m = x.operands, x.modifiers
-    if "BF16_V2" in m:
-        raise Fault("unknown instruction: pairs of bf16")
     if "F32" in m:  # one half to float32
         _put(w, o[0], _pair(w, o[-1])[0])
         return
@@ -215,11 +219,9 @@ def half2(w, x):
     w.write(o[0], out)
 
 
-@handles("HMNMX2", "VHMNMX")
+@handles("HMNMX2", "VHMNMX", knows="BF16_V2 NAN")
 def hmnmx2(w, x):
     """Of two or three; which of both the last operand says."""
-    if set(x.modifiers) - {"BF16_V2", "NAN"}:
-        raise Fault("unknown kind of minimum")
     bf16, nan = "BF16_V2" in x.modifiers, "NAN" in x.modifiers
     terms = [_pair(w, y, bf16) for y in x.operands[1:-1]] if bf16 else _half_operands(w, x.operands[1:-1])
     least, out = w.predicate(x.operands[-1]), np.zeros(32, U)
@@ -255,7 +257,7 @@ def _places(d):
     return [d[G + 8 * (i >> 1), 2 * T + (i & 1)] for i in range(4)]
 
 
-@handles("HMMA")
+@handles("HMMA", knows="16816 F32 BF16")
 def hmma(w, x):
     w.whole()
     if x.modifiers[:2] != ("16816", "F32"):
@@ -271,7 +273,7 @@ def hmma(w, x):
         _put(w, x.operands[0].next(i), sums[i])
 
 
-@handles("IMMA")
+@handles("IMMA", knows="16832 U8 S8")
 def imma(w, x):
     w.whole()
     if x.modifiers[0] != "16832":

@@ -13,13 +13,25 @@ class Fault(Exception):
     """What a GPU would leave undefined, or what is not known of it."""
 
 
-def handles(*names: str):
+def handles(*names: str, knows: str | None = ""):
+    """Runs the instructions of these names; knows: their modifiers, any if None."""
+
     def put(function):
         for name in names:
-            HANDLERS[name] = function
+            HANDLERS[name] = function, None if knows is None else frozenset(knows.split())
         return function
 
     return put
+
+
+def handler(x):
+    """Who runs an instruction. One that is not known is a Fault, and so is a modifier, which may mean another thing."""
+    function, knows = HANDLERS.get(x.key) or HANDLERS.get(x.name) or (None, None)
+    if function is None:
+        raise Fault("unknown instruction")
+    if knows is not None and (strange := [m for m in x.modifiers if m not in knows]):
+        raise Fault(f"unknown modifier: {', '.join(strange)}")
+    return function
 
 
 def signed(x: np.ndarray) -> np.ndarray:

@@ -7,6 +7,9 @@ COMPARE = {
     "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal, "EQ": np.equal, "NE": np.not_equal,
 }  # fmt: skip
 
+NUMBERS = {"U32": U, "U16x2": np.uint16, "S16x2": np.int16}
+"""What minima are taken of, by modifier: whole registers or both halves; else signed ones."""
+
 
 def _predicates(x, start):
     """Predicates among the operands from `start`; where the others begin."""
@@ -16,25 +19,27 @@ def _predicates(x, start):
     return x.operands[start:i], i
 
 
-def _moves(to, source):
-    """ptxas 12.4 makes a sign that it has to set in several registers into moves, which lose it or negate an integer
-    (0x800f800f four times as an operand of an MMA); 12.5 and later make no such moves."""
-    if to.kind == source.kind == "R" and (source.minus or to.index == source.index >= 0):
+def _moves(w, to, source):
+    """ptxas 12.4 makes a sign that it has to set in several registers of an MMA's operand (0x800f800f four times) into
+    moves, which lose it or negate an integer; 12.5 and later make no such moves. Kernels without MMAs may have moves
+    of a register to itself: half of a pair that stays where it is."""
+    same = to.index == source.index >= 0 and w.kernel.multiplies
+    if to.kind == source.kind == "R" and (source.minus or same):
         raise Fault("a move that loses a sign")
 
 
 @handles("MOV", "UMOV")
 def mov(w, x):
-    _moves(*x.operands[:2])
+    _moves(w, *x.operands[:2])
     w.write(x.operands[0], w.value(x.operands[1]), w.bits(x.operands[1]))
 
 
-@handles("IMAD", "UIMAD")
+@handles("IMAD", "UIMAD", knows="MOV U32 WIDE HI X IADD SHL")
 def imad(w, x):
     o, m = x.operands, x.modifiers
     if m[:1] == ("MOV",):
         if m[1:] == ("U32",):  # without: a negated integer
-            _moves(o[0], o[3])
+            _moves(w, o[0], o[3])
         w.write(o[0], w.value(o[3]), w.bits(o[3]))
         return
     carries, i = _predicates(x, 1)
@@ -56,7 +61,7 @@ def imad(w, x):
     w.write(o[0], total + w.predicate(o[i + 3]).astype(U) if "X" in m else total)
 
 
-@handles("IADD3", "UIADD3")
+@handles("IADD3", "UIADD3", knows="X")
 def iadd3(w, x):
     carries, i = _predicates(x, 1)
     total = np.zeros(32, np.uint64)
@@ -82,17 +87,19 @@ def viadd(w, x):
     w.write(x.operands[0], w.value(x.operands[1]) + w.value(x.operands[2]))
 
 
-@handles("VIMNMX", "VIMNMX3", "VIADDMNMX", "IMNMX", "UVIMNMX")
+@handles("VIMNMX", "VIMNMX3", "VIADDMNMX", "IMNMX", "UVIMNMX", knows="U32 S32 U16x2 S16x2")
 def minmax(w, x):
     o = [x.operands[0], *x.operands[_predicates(x, 1)[1] :]]
     first, rest = (w.value(o[1]) + w.value(o[2]), o[3:]) if x.name == "VIADDMNMX" else (w.value(o[1]), o[2:])
-    kind = U if "U32" in x.modifiers else np.int32
+    kind = next((kind for m, kind in NUMBERS.items() if m in x.modifiers), np.int32)
+    if x.name == "VIADDMNMX" and np.dtype(kind).itemsize < 4:
+        raise Fault("unknown instruction: sums of halves")
     numbers = [np.ascontiguousarray(a).view(kind) for a in (first, *map(w.value, rest[:-1]))]
     least = w.predicate(rest[-1])
-    w.write(o[0], np.where(least, np.minimum.reduce(numbers), np.maximum.reduce(numbers)).view(U))
+    w.write(o[0], np.where(least, *(f.reduce(numbers).view(U) for f in (np.minimum, np.maximum))))
 
 
-@handles("ISETP", "UISETP")
+@handles("ISETP", "UISETP", knows=f"{' '.join(COMPARE)} AND OR XOR U32 EX")
 def isetp(w, x):
     o, m = x.operands, x.modifiers
     a, b = w.value(o[2]), w.value(o[3])
@@ -106,7 +113,7 @@ def isetp(w, x):
     w.compare(x, result, o[4])
 
 
-@handles("LOP3", "ULOP3")
+@handles("LOP3", "ULOP3", knows="LUT")
 def lop3(w, x):
     o = x.operands
     test, i = (o[0], 1) if o[0].kind in ("P", "UP") else (None, 0)
@@ -124,7 +131,7 @@ def lop3(w, x):
         w.set(test, (result != 0) | other)
 
 
-@handles("PLOP3", "UPLOP3")
+@handles("PLOP3", "UPLOP3", knows="LUT")
 def plop3(w, x):
     o = x.operands
     values, unset = [], []
@@ -141,7 +148,7 @@ def plop3(w, x):
         w.set(to, result)
 
 
-@handles("SHF", "USHF")
+@handles("SHF", "USHF", knows="L R W HI U32 S32 U64 S64")
 def shf(w, x):
     o, m = x.operands, x.modifiers
     lower, shift, upper = w.value(o[1]), w.value(o[2]).astype(np.int64), w.value(o[3])
@@ -162,10 +169,12 @@ def shf(w, x):
     w.write(o[0], (value >> np.uint64(32)).astype(U) if "HI" in m else low(value))
 
 
-@handles("LEA", "ULEA")
+@handles("LEA", "ULEA", knows="HI SX32 X")
 def lea(w, x):
     o, m = x.operands, x.modifiers
     carries, i = _predicates(x, 1)
+    if "HI" in m and o[i].minus:
+        raise Fault("unknown instruction: the upper word of what is negated and shifted")
     if "HI" in m and "SX32" in m:
         a, b, shift, rest = signed(w.value(o[i])), w.value(o[i + 1]), int(o[i + 2].text, 0), o[i + 3 :]
         base = low(a >> (32 - shift))
@@ -175,8 +184,9 @@ def lea(w, x):
         base = low(pair >> np.uint64(32 - shift))
     else:
         b, shift, rest = w.value(o[i + 1]), int(o[i + 2].text, 0), []
-        base = low(w.value(o[i]).astype(np.uint64) << np.uint64(shift))
-    total = base.astype(np.uint64) + b.astype(np.uint64)
+        base = low(w.raw(o[i]).astype(np.uint64) << np.uint64(shift))
+        base = ~base if o[i].minus else base  # and 1 below, which carries where the number is 0
+    total = base.astype(np.uint64) + b.astype(np.uint64) + np.uint64(o[i].minus)
     if "X" in m and rest:
         total += w.predicate(rest[0]).astype(np.uint64)
     w.write(o[0], low(total))
@@ -213,8 +223,10 @@ def _permuted(a, b, select):
     return out
 
 
-@handles("FLO", "UFLO")
+@handles("FLO", "UFLO", knows="U32")
 def flo(w, x):
+    if "U32" not in x.modifiers:
+        raise Fault("unknown instruction: the highest bit that is not the sign")
     lengths = [int(v).bit_length() - 1 for v in w.value(x.operands[1])]
     w.write(x.operands[0], low(np.array(lengths, np.int64)))
 
@@ -235,25 +247,24 @@ def bmsk(w, x):
     w.write(x.operands[0], low(((np.uint64(1) << np.minimum(n, np.uint64(32))) - np.uint64(1)) << at))
 
 
-@handles("SGXT", "USGXT")
+@handles("SGXT", "USGXT", knows="U32")
 def sgxt(w, x):
     value, bits = signed(w.value(x.operands[1])), w.value(x.operands[2]).astype(np.int64)
-    if "W" in x.modifiers:
-        raise Fault("unknown instruction SGXT.W")
     if "U32" in x.modifiers:
         w.write(x.operands[0], low(value & ((1 << bits) - 1)))
         return
     w.write(x.operands[0], low(value << (64 - bits) >> (64 - bits)))
 
 
-@handles("P2R")
+@handles("P2R", "UP2UR")
 def p2r(w, x):
     o = x.operands
     out, bits, mask = w.value(o[2]).copy(), w.bits(o[2]).copy(), int(o[3].text, 0)
+    kind = "UP" if x.name == "UP2UR" else "P"
     for i in range(7):
         if mask >> i & 1:
-            out = np.where(w.predicates["P"][i], out | U(1 << i), out & ~U(1 << i))
-            bits = np.where(w.known["P"][i], bits | U(1 << i), bits & ~U(1 << i))
+            out = np.where(w.predicates[kind][i], out | U(1 << i), out & ~U(1 << i))
+            bits = np.where(w.known[kind][i], bits | U(1 << i), bits & ~U(1 << i))
     w.write(o[0], out, bits)
 
 

@@ -13,7 +13,7 @@ import memory
 import movement  # noqa: F401
 import numpy as np
 import pairs  # noqa: F401
-from instructions import ALL, HANDLERS, LANES, Fault, U, combine
+from instructions import ALL, LANES, Fault, U, combine, handler
 from program import Instruction, Kernel, Operand
 
 STACK = 4096
@@ -203,10 +203,8 @@ class Warp:
             self.pc[here] = at + 1
             if not self.active.any():
                 continue
-            x.handler = x.handler or HANDLERS.get(x.key) or HANDLERS.get(x.name)
-            if x.handler is None:
-                raise Fault(self.where(x, "unknown instruction"))
             try:
+                x.handler = x.handler or handler(x)
                 x.handler(self, x)
             except Fault as fault:
                 raise Fault(self.where(x, str(fault))) from None

@@ -7,6 +7,10 @@ from instructions import ALL, Fault, U, handles
 SHARED, LOCAL, CONSTANT = 0x61, 0x62, 0x63
 """Upper bytes of generic addresses of what is not global memory."""
 
+ORDER = "E STRONG GPU SYS CTA SM"
+ACCESS = f"{ORDER} CONSTANT EF LU NA 128 64 U8 S8 U16 S16"
+"""Modifiers of order and of caches, which change nothing here, and of size."""
+
 
 class Touched:
     """Of each 4 bytes of shared memory: warps that read and that wrote them since the last barrier (bits)."""
@@ -94,7 +98,7 @@ def _place(w, x, lane, at, size, kind):
     return region(w, at, size)
 
 
-@handles("LDS", "LDG", "LD", "LDL")
+@handles("LDS", "LDG", "LD", "LDL", knows=ACCESS)
 def load(w, x):
     size, to = _size(x.modifiers), x.operands[0]
     source = next(o for o in x.operands if o.kind == "address")
@@ -118,7 +122,7 @@ def load(w, x):
         w.write(to.next(j), out[j], bits[j])
 
 
-@handles("STS", "STG", "ST", "STL")
+@handles("STS", "STG", "ST", "STL", knows=ACCESS)
 def store(w, x):
     size = _size(x.modifiers)
     at = address(w, next(o for o in x.operands if o.kind == "address"))
@@ -137,14 +141,14 @@ def store(w, x):
             w.local_written[i, k : k + size] = np.ascontiguousarray(bits[:, i]).view(np.uint8)[:size]
 
 
-@handles("ATOMS", "ATOMG", "ATOM", "RED", "REDG")
+@handles("ATOMS", "ATOMG", "ATOM", "RED", "REDG", knows=f"{ORDER} OR AND ADD INC EXCH MAX MIN POPC 32")
 def atomic(w, x):
     what = next((m for m in x.modifiers if m in ("OR", "AND", "ADD", "INC", "EXCH", "MAX", "MIN", "POPC")), None)
     place = next(k for k, o in enumerate(x.operands) if o.kind == "address")
     to = next((o for o in x.operands[:place] if o.kind == "R"), None)
     at, old = address(w, x.operands[place]), np.zeros(32, U)
     value = np.ones(32, U) if what == "POPC" else w.value(x.operands[place + 1])
-    if what is None or "64" in x.modifiers:
+    if what is None:
         raise Fault("unknown atomic")
     for i in np.flatnonzero(w.active):
         data, k = _place(w, x, i, int(at[i]), 4, "atomic")
@@ -157,7 +161,7 @@ def atomic(w, x):
         w.write(to, old)
 
 
-@handles("LDC", "ULDC", "LDCU")
+@handles("LDC", "ULDC", "LDCU", knows=ACCESS)
 def load_constant(w, x):
     size = _size(x.modifiers)
     words = w.constant(x.operands[1], max(1, size // 4))
@@ -167,7 +171,7 @@ def load_constant(w, x):
         w.write(x.operands[0].next(j), words[j])
 
 
-@handles("UBLKPF", "CCTL")
+@handles("UBLKPF", "CCTL", knows=None)
 def prefetch(w, x):
     """To L2: nothing but its address counts."""
     if x.name == "UBLKPF":
@@ -177,7 +181,7 @@ def prefetch(w, x):
         w.block.prefetched.append((at, size))
 
 
-@handles("LDGSTS")
+@handles("LDGSTS", knows=f"{ACCESS} BYPASS")
 def copy(w, x):
     """Global to shared memory, when its group is waited for."""
     size, places = _size(x.modifiers), [o for o in x.operands if o.kind == "address"]
@@ -202,7 +206,7 @@ def end_of_group(w, x):
     w.group += 1
 
 
-@handles("DEPBAR")
+@handles("DEPBAR", knows="LE")
 def wait_for_copies(w, x):
     """All groups but the last few; other scoreboards are of time alone."""
     if len(x.operands) < 2 or x.operands[0].text != "SB0":

@@ -4,25 +4,25 @@ import numpy as np
 from instructions import LANES, Fault, U, handles
 
 
-@handles("NOP", "YIELD", "ENDCOLLECTIVE", "ERRBAR", "CGAERRBAR", "MEMBAR")
+@handles("NOP", "YIELD", "ENDCOLLECTIVE", "ERRBAR", "CGAERRBAR", "MEMBAR", knows=None)
 def nothing(w, x):
     """Of time and order alone."""
 
 
-@handles("BSSY")
+@handles("BSSY", knows="RECONVERGENT RELIABLE")
 def bssy(w, x):
     """These lanes will wait for each other at its BSYNC."""
     np.copyto(w.together[x.operands[0].text], w.lanes(w.active), where=w.active)
 
 
-@handles("BREAK")
+@handles("BREAK", knows="RELIABLE")
 def leave(w, x):
     """Nobody waits for these any more."""
     w.together[x.operands[0].text] &= ~w.lanes(w.active)
     w.release()
 
 
-@handles("WARPSYNC", "BAR", "BSYNC")
+@handles("WARPSYNC", "BAR", "BSYNC", knows="ALL COLLECTIVE EXCLUSIVE SYNC DEFER_BLOCKING RECONVERGENT RELIABLE")
 def wait(w, x):
     """Until all lanes are here, or all that passed the BSSY of a BSYNC together."""
     if "COLLECTIVE" in x.modifiers:
@@ -44,7 +44,7 @@ def end(w, x):
     w.release()
 
 
-@handles("BRA")
+@handles("BRA", knows="DIV CONV U")
 def bra(w, x):
     if {"DIV", "CONV"} & set(x.modifiers):  # taken where lanes are not all there, to let them meet; or where they are
         wait(w, x)
@@ -63,22 +63,24 @@ def brx(w, x):
         w.pc[i] = w.kernel.addresses[int(target[i])]
 
 
-@handles("CALL")
+@handles("CALL", knows="REL NOINC")
 def call(w, x):
     w.jump(x.operands[0], w.active)
 
 
-@handles("RET")
+@handles("RET", knows="REL NODEC")
 def ret(w, x):
     target = w.register(x.operands[0]).astype(np.int64)
     for i in np.flatnonzero(w.active):
         w.pc[i] = w.kernel.addresses[int(target[i])]
 
 
-@handles("SHFL")
+@handles("SHFL", knows="BFLY IDX UP DOWN")
 def shfl(w, x):
     w.whole()
-    there, to, value, lane, _ = x.operands
+    there, to, value, lane, within = x.operands
+    if (w.value(within)[w.active] != (0 if "UP" in x.modifiers else 31)).any():
+        raise Fault("unknown instruction: a shuffle within parts of a warp")
     other = w.value(lane).astype(np.int64)
     kinds = {"BFLY": LANES ^ other, "IDX": other & 31, "UP": LANES - other, "DOWN": LANES + other}
     source = next(v for k, v in kinds.items() if k in x.modifiers).astype(np.int64)
@@ -88,17 +90,15 @@ def shfl(w, x):
     w.set(there, inside)
 
 
-@handles("MOVM")
+@handles("MOVM", knows="16 MT88")
 def movm(w, x):
     """Lane 4g + t has elements 2t, 2t + 1 of row g, and gets those of column g."""
     w.whole()
-    if x.modifiers != ("16", "MT88"):
-        raise Fault("unknown shape of MOVM")
     matrix = np.ascontiguousarray(w.register(x.operands[1])).view(np.uint16).reshape(8, 8)
     w.write(x.operands[0], np.ascontiguousarray(matrix.T).reshape(-1).view(U))
 
 
-@handles("VOTE", "VOTEU")
+@handles("VOTE", "VOTEU", knows="ANY ALL")
 def vote(w, x):
     last = w.predicate(x.operands[-1])
     result = (last & w.active).any() if "ANY" in x.modifiers else last[w.active].all()
@@ -118,7 +118,7 @@ def elect(w, x):
     w.write(x.operands[1], np.full(32, first, U))
 
 
-@handles("REDUX", "CREDUX")
+@handles("REDUX", "CREDUX", knows="OR AND SUM MAX MIN")
 def redux(w, x):
     value = w.value(x.operands[1])[w.active]
     kinds = {
@@ -137,14 +137,14 @@ def s2r(w, x):
     w.write(x.operands[0], w.block.special(x.operands[1].text, w))
 
 
-@handles("CS2R")
+@handles("CS2R", knows="32")
 def cs2r(w, x):
     w.write(x.operands[0], np.zeros(32, U))
     if "32" not in x.modifiers:
         w.write(x.operands[0].next(1), np.zeros(32, U))
 
 
-@handles("R2UR")
+@handles("R2UR", knows="BROADCAST")
 def r2ur(w, x):
     """The lanes' values stay apart here, so that a loop over them ends at once."""
     o = x.operands

@@ -18,13 +18,13 @@ def _half(w, x, i):
     return (w.wide(x) >> np.uint64(32 * i)).astype(U), np.full(32, ALL)
 
 
-@handles("MOV.64", "UMOV.64")
+@handles("MOV.64", "UMOV.64", knows="64")
 def mov(w, x):
     for i in range(2):
         w.write(x.operands[0].next(i), *_half(w, x.operands[1], i))
 
 
-@handles("SEL.64", "USEL.64")
+@handles("SEL.64", "USEL.64", knows="64")
 def sel(w, x):
     o = x.operands
     for i in range(2):
@@ -32,7 +32,7 @@ def sel(w, x):
         w.write(o[0].next(i), w.choose(o[3], lambda i=i: _half(w, o[1], i)[0], lambda i=i: _half(w, o[2], i)[0]))
 
 
-@handles("IADD.64", "UIADD3.64")
+@handles("IADD.64", "UIADD3.64", knows="64")
 def iadd(w, x):
     to, *rest = x.operands
     _nowhere(o for o in rest if o.kind in ("P", "UP"))
@@ -43,14 +43,12 @@ def _numbers(w, x, operands):
     return [w.wide(o).view(np.int64 if "S64" in x.modifiers else np.uint64) for o in operands]
 
 
-@handles("ISETP.64", "UISETP.64")
+@handles("ISETP.64", "UISETP.64", knows=f"{' '.join(COMPARE)} AND OR XOR S64 U64")
 def isetp(w, x):
-    if "EX" in x.modifiers:
-        raise Fault("a comparison of more than 64 bits")
     w.compare(x, COMPARE[x.modifiers[0]](*_numbers(w, x, x.operands[2:4])), x.operands[4])
 
 
-@handles("IMNMX.64", "UIMNMX.64")
+@handles("IMNMX.64", "UIMNMX.64", knows="S64 U64")
 def minmax(w, x):
     *carries, to, first, second, least, more = x.operands
     _nowhere((*carries, more))

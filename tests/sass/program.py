@@ -137,6 +137,11 @@ class Kernel:
     reserved: int = 0  # bytes at the beginning of shared memory that are the system's
 
     @cached_property
+    def multiplies(self) -> bool:
+        """By tensor cores."""
+        return any(x.name in ("HMMA", "IMMA") for x in self.code)
+
+    @cached_property
     def addresses(self) -> dict[int, int]:
         return {x.address: i for i, x in enumerate(self.code)}
 

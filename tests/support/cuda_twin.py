@@ -243,7 +243,7 @@ class Twin:
         """Atomically fetches and clears the flags."""
         (flags,) = self._there(flags)
         found = Guarded((1,), torch.int32)
-        on = self._on(flags)
+        on, self.memory = self._on(flags), _spans((flags, found.tensor))
         self._prepare()
         assert library().kvc_cuda_take(c_void_p(flags.data_ptr()), c_void_p(found.tensor.data_ptr()), byref(on)) == 0
         return int(found.check())
