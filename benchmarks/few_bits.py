@@ -1,14 +1,13 @@
-"""Ways to spend 3 and 4 bits on K and V that are no formats, beside those that are: KL on texts that nothing was
-measured on. Values are rounded, nothing gets smaller. Writes benchmarks/results/few_bits.json, where rows
-that were run replace those before; then: make docs
+"""Alternatives for 3 and 4 bits of K and V, compared with the formats: KL on texts that were not used for calibration.
+Values are rounded only, nothing is compressed. Writes benchmarks/results/few_bits.json, where rows that were run
+replace earlier ones; then: make docs
 
     python benchmarks/few_bits.py [--windows N] [--bits 4 3] [--ways WAY ..] [--models NAME ..] [--outliers 0 8]
 
-Rows as int4_lloyd and int3 write them ("3 steps"), and with: the best of nine steps; V without its page's mean, or
-without a mean of the head that a calibration measured, which is added once to the output; in calibrated coordinates;
-and there with widths of groups of 16 axes from 0, 2, 4, 8, of 8 axes from the same, and of single bits, chosen for the
-least error in the metric of what reads them.
-"""
+Rows as int4_lloyd and int3 encode them ("3 steps"), and with: the best of nine steps; V minus its page's mean, or minus
+a mean of the head from a calibration, which is added once to the output; in calibrated coordinates; and there with bit
+widths per group of 16 axes from 0, 2, 4, 8, per group of 8 axes from the same, and of any number of bits, chosen for
+the lowest error in the metric of their use."""
 
 from __future__ import annotations
 
@@ -57,8 +56,9 @@ def levels(bits: int) -> Tensor:
 
 
 def row_coded(z: Tensor, widths: list[tuple[int, int]], steps: tuple[float, ...]) -> Tensor:
-    """Rows z on the levels of widths [(axes, bits)] side by side, times their rms and the best of `steps`; the gain,
-    fp16, keeps a row's length along itself, or with several widths fits best: one length cannot be right for all."""
+    """Rows z rounded to levels of different widths [(axes, bits)], in units of their rms times the best of `steps`.
+    The gain, fp16, preserves a row's projection onto itself, or with several widths is the least-squares fit, since
+    one factor cannot suit all."""
     rms = z.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-20)
     found, best = torch.zeros_like(z), torch.full_like(rms, -1.0)
     for step in steps:
@@ -75,7 +75,7 @@ def row_coded(z: Tensor, widths: list[tuple[int, int]], steps: tuple[float, ...]
 
 
 def chosen(cost: Tensor, bits: int, allowed: Any) -> list[int]:
-    """The widths of groups of equal size, `bits` on average, of the least error; cost: of each group, descending."""
+    """The widths of groups of equal size, `bits` on average, with the lowest error; cost: of each group, descending."""
     best = min((sum(float(c) * ERROR[b] for c, b in zip(cost, x, strict=True)), x)
                for x in itertools.combinations_with_replacement(sorted(allowed, reverse=True), len(cost))
                if sum(x) == bits * len(cost))  # fmt: skip
@@ -83,7 +83,7 @@ def chosen(cost: Tensor, bits: int, allowed: Any) -> list[int]:
 
 
 def rounding(bits: int, way: str, key: bool, known: dict[str, Any]) -> Rounding:
-    """Of one side of a layer. known: its calibrated map, deviations and mean, [H, ..]."""
+    """One side of a layer. known: its calibration matrix, deviations and mean, [H, ..]."""
     steps = STEPS.get(way, STEPS["3 steps"])
 
     def centre_of(x: Tensor) -> Tensor:

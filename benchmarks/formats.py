@@ -1,15 +1,14 @@
 """Measures every page format, and transformers' caches, on the shipped models: benchmarks/results/formats.json.
 
-    python benchmarks/formats.py [--windows N] [--out DIR] [--only FORMAT ..] [--models NAME ..] [--outliers 0 8]
-        [--samples N]
+    python benchmarks/formats.py [--windows N] [--out DIR] [--only FORMAT ..] [--models NAME ..]
+        [--outliers 0 8] [--samples N]
 
-Resumable; then: make docs. --only, --models and --outliers: these rows, beside those that are there. Models that were
-made of the first one for one claim (attention sinks; one KV head of 128 dims for eight of queries) have fewer rows.
+Resumable; then: make docs. --only, --models and --outliers replace these rows and keep the others. Models derived from
+the first one to show one effect (attention sinks; one KV head of 128 dims for eight query heads) have fewer rows.
 
-WikiText-2 test and a book, as the models are and with injected outliers of K; everything read through the cache.
-Calibrations are measured on other texts of both kinds. Pass keys and needles are hidden in the book.
-`sealed_bits`: bits an element of what is quantized, all metadata counted; `held_bits`: of all that the cache holds.
-"""
+On WikiText-2 test and a book, with the unmodified models and with injected outliers of K; everything is read through
+the cache. Calibrations are measured on other texts of both kinds. Pass keys and needles are hidden in the book.
+`sealed_bits`: bits per quantized element, all metadata included; `held_bits`: of everything in the cache."""
 
 from __future__ import annotations
 
@@ -39,12 +38,12 @@ TEXTS = {"wikitext2": "wikitext2-test.txt", "book": "book.txt"}
 PAIRS = ("int8/int4", "fp8_e4m3/int4", "int4/int2", "int8/kivi2", "kivi4/int4", "int4+guard", "int2+guard")
 ONE_SIDE = ("int8", "fp8_e4m3", "int4", "int4_token", "nvfp4", "int2", "kivi2")  # each for K only, and for V only
 MIXED = ("int4+spans:int8@0.2,int4", "int4+residual_length:128")
-BY_CHANNEL = ("quanto:4+axis_key:-1", "quanto:2+axis_key:-1")  # keys as KIVI has them
+BY_CHANNEL = ("quanto:4+axis_key:-1", "quanto:2+axis_key:-1")  # the axis of keys as in KIVI
 HQQ_ROWS = ("hqq:4+axis_key:0+axis_value:0", "hqq:2+axis_key:0+axis_value:0")
 PEERS = ("quanto:4", "quanto:2", "hqq:8", "hqq:4", "hqq:2", "hf-fp8", *BY_CHANNEL, *HQQ_ROWS)
 OUTLIERS = (0, 8)
 CALIBRATED = (*formats.CALIBRATED, "int4/cal2")
-MAPPED = ("int4_lloyd+calibration", "int3+calibration")  # formats that need no calibration, with one
+MAPPED = ("int4_lloyd+calibration", "int3+calibration")  # formats that need no calibration, measured with one
 CALIBRATION = ("wikitext2-valid.txt", "story.txt")  # texts of both kinds, not used for testing or training
 METHODS = ("kivi2", "kivi4", "kvarn2", "kvarn4", "kvquant2", "kvquant3", "oscar2", "quarot2", "quarot3", "quarot4",
            "turboquant3", "turboquant4")  # fmt: skip
@@ -56,7 +55,7 @@ TASKS = {"tasks": ("passkey", "needles"), "windows": 1, "scored": 32}
 
 
 def quantized_bits(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor) -> dict[str, float]:
-    """sealed_bits and held_bits after ids [1, T] went in, and the noise that K gets (`hf.format_check`)."""
+    """sealed_bits and held_bits for ids [1, T], and the error of K (`hf.format_check`)."""
     with torch.inference_mode(), caches.attention_for(model, strategy):
         cache = caches.open_cache(model, strategy)
         for part in ids.split(2048, 1):  # full pages are quantized by the second call

@@ -1,9 +1,10 @@
-"""Measures page formats of latents (MLA), the rotary part apart: benchmarks/results/formats_latent.json.
+"""Measures page formats of latents (MLA), with separate formats for the rotary part:
+benchmarks/results/formats_latent.json.
 
-    python benchmarks/formats_latent.py [--model FOLDER] [--windows N]     # resumable; then: make docs
+    python benchmarks/formats_latent.py [--model FOLDER] [--windows N]    # resumable; then: make docs
 
-On WikiText-2 test and a book that the model has not seen; everything read through the cache, as `formats.py` does.
-"""
+On WikiText-2 test and a book that was not used for training; everything is read through the cache, as in
+`formats.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from kvcompress.tools.evaluation import evaluate
 from kvcompress.tools.evaluation.suite import load_model
 
 LATENT = ("int8", "fp8_e4m3", "int4", "int2")
-ROTARY = ("raw", "int8", "fp8_e4m3")  # 8 bits at least: KVCache gives it no fewer
+ROTARY = ("raw", "int8", "fp8_e4m3")  # at least 8 bits, as in KVCache
 STRATEGIES = ["raw", "raw/int8", "raw/fp8_e4m3", *(f"{name}/{rotary}" for name in LATENT for rotary in ROTARY)]
 
 
@@ -50,7 +51,8 @@ def main() -> None:
     named = {label: {row["strategy"]: row for row in found} for label, found in texts.items()}
     rows = []
     for name in STRATEGIES:
-        one = "/".join(dict.fromkeys(name.split("/")))  # of both parts alike, as evaluate writes it
+        # one name if both parts have the same format, as evaluate writes it
+        one = "/".join(dict.fromkeys(name.split("/")))
         rows.append({"strategy": name, **{label: found[one] for label, found in named.items()}})
         print(name, *(f"{found[one]['kl']:.2e}" for found in named.values()), flush=True)
     config = model.config

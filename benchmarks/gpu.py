@@ -1,18 +1,15 @@
-"""Everything that wants a GPU, in steps that may be run one by one: each leaves its result in DIR/gpu.json as soon as
-it is done, beside what other runs left there, so that runs of a few minutes add up. What a step writes itself
-(attention-cuda.json, generate-cuda.json) goes to DIR too.
+"""Everything that needs a GPU, in steps that can be run separately: each writes its result to DIR/gpu.json as soon as
+it is done, next to those of other runs, so that short runs add up. Files of the steps themselves
+(attention-cuda.json, generate-cuda.json) go to DIR, too.
 
-    python benchmarks/gpu.py                                      all steps
-    python benchmarks/gpu.py --only build,test --out DIR          some
-    python benchmarks/gpu.py --merge FILE                         takes in another run's gpu.json, and stops
-    python benchmarks/gpu.py --rehearse                           without a GPU: tests of the kernels on the host, what
-                                                                  they leave is rehearsal.json
+    python benchmarks/gpu.py                               all steps
+    python benchmarks/gpu.py --only build,test --out DIR   some
+    python benchmarks/gpu.py --merge FILE                  merges another run's gpu.json, and stops
+    python benchmarks/gpu.py --rehearse                    without a GPU: tests of the kernels on the host; writes
+                                                           rehearsal.json
 
-A step that takes longer than --limit is cut, and says so; so does one whose tool is missing. Exit status: 0 if all
-steps asked for passed.
-
-steps:
-"""
+A step that exceeds --limit, or whose tool is missing, is reported as such. Exit status: 0 if all requested steps
+passed. steps:"""
 
 from __future__ import annotations
 
@@ -43,22 +40,22 @@ READY = """import pytest, torch, transformers, kvcompress
 print(torch.__version__, transformers.__version__, kvcompress.KVCache)"""
 THERE = """
 print(torch.cuda.get_device_name(), kvcompress._C.cuda_found(torch.cuda.current_device()))"""
-LEAST = 20  # seconds: with less left no step is begun
+LEAST = 20  # seconds: no step is started with less time left
 
 
 class Step(NamedTuple):
-    """What a step runs, for how it was asked: [] if there is nothing to be done here. host: it can be rehearsed."""
+    """Command line of a step for the given arguments; [] if there is nothing to do. host: can be rehearsed."""
 
     about: str
     command: Callable[[argparse.Namespace], list[str]]
     needs: tuple[str, ...] = ()
     environment: Callable[[argparse.Namespace], dict[str, str]] = lambda args: {}
-    rows: Callable[[str], list[dict]] | None = None  # what is read from its output
+    rows: Callable[[str], list[dict]] | None = None  # extracts rows from its output
     host: bool = False
 
 
 def file_of(name: str) -> str:
-    """The file of tests of that name, in whichever room it is."""
+    """The path of the tests with that file name."""
     (path,) = (ROOT / "tests").glob(f"*/test_{name}.py")
     return str(path.relative_to(ROOT))
 
@@ -76,8 +73,8 @@ def on_gpu(args: argparse.Namespace) -> dict[str, str]:
 
 
 def sanitizer(tool: str) -> Step:
-    """One process, so that its summary is of all. Where memory is looked at, torch's allocator, which hides who owns
-    it, is off (tests that capture a graph need it: they skip); where warps are, it is on."""
+    """In one process, so that there is one summary. For tools that check memory, torch's caching allocator is off,
+    since it hides ownership (tests that capture a graph need it and are skipped); for race checks it is on."""
     memory = tool in ("memcheck", "initcheck")
 
     def command(args: argparse.Namespace) -> list[str]:
@@ -115,14 +112,14 @@ SCALE = {"us": 1e-3, "dram MB": 1e-6}  # of ns, bytes
 
 
 def ncu_rows(output: str) -> list[dict]:
-    """A row a kernel of ncu's raw CSV. The calls that attention_cuda.once makes print nothing in between: each begins
-    with its kvc_pack_kernel, and `call` counts them."""
+    """A row per kernel from ncu's raw CSV. The calls of attention_cuda.once print nothing in between: each starts with
+    kvc_pack_kernel, which `call` counts."""
     lines = output.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     rows, names, call = [], re.findall(r"^call (.+)$", output, re.MULTILINE), -1
     for found in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
         kernel = found.get("Kernel Name", "").split("(")[0]
-        if not kernel:  # the line of units
+        if not kernel:  # the row of units
             continue
         call += kernel == "kvc_pack_kernel"
         row: dict = {"call": names[call] if 0 <= call < len(names) else "", "kernel": kernel}
@@ -185,7 +182,8 @@ STEPS: dict[str, Step] = {
 
 
 def run(command: list[str], limit: float, environment: dict[str, str]) -> tuple[str, int, str]:
-    """(passed, failed or cut; exit status; output). A cut one is asked to stop, then ended, with all it has started."""
+    """(passed, failed or cut; exit status; output). A step over its limit is interrupted, then killed with its
+    children."""
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, stdout=out,
                                    stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
@@ -206,7 +204,7 @@ def run(command: list[str], limit: float, environment: dict[str, str]) -> tuple[
 
 
 def do(step: Step, args: argparse.Namespace, left: float) -> dict:
-    """What a step gave, as it goes into the JSON."""
+    """The result of a step, as written to the JSON file."""
     needs = [tool for tool in step.needs if not (args.prebuilt and tool == "nvcc")]
     missing = [tool for tool in needs if not shutil.which(tool, path=args.path)]
     if args.rehearse and not step.host:
@@ -214,7 +212,7 @@ def do(step: Step, args: argparse.Namespace, left: float) -> dict:
     if missing:
         return {"state": "missing", "missing": missing}
     command, limit, start = step.command(args), min(args.limit, left), time.time()
-    found = os.environ.get("PYTHONPATH")  # where a machine without a network has its packages
+    found = os.environ.get("PYTHONPATH")  # location of packages on a machine without a network
     paths = [str(ROOT), str(ROOT / "tests" / "support"), *([found] if found else [])]
     environment = {"PYTHONPATH": os.pathsep.join(paths), "KVCOMPRESS_RESULTS": str(args.out.resolve()),
                    "PATH": args.path, **step.environment(args)}  # fmt: skip
@@ -233,7 +231,7 @@ def do(step: Step, args: argparse.Namespace, left: float) -> dict:
         result["rows"] = step.rows(output)
     nothing = (step.rows and not result["rows"]) or ("pytest" in command and not result.get("passed"))
     if nothing and state == "passed":
-        result["state"] = "failed"  # it ended well and has shown nothing
+        result["state"] = "failed"  # it exited normally, but without results
     return {**result, "tail": output[-3000 if state == "passed" else -20000 :]}
 
 
@@ -242,7 +240,7 @@ def read(path: Path) -> dict:
 
 
 def merge(path: Path, found: dict) -> None:
-    """Writes what is new beside what is there: whole, or not at all."""
+    """Merges new results with existing ones; written atomically."""
     before = read(path)
     steps = {**before.get("steps", {}), **found.get("steps", {})}
     path.parent.mkdir(parents=True, exist_ok=True)

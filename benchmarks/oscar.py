@@ -1,7 +1,8 @@
 """OSCAR's rotations (arXiv 2605.17757, and its authors' compute_kv_rotation.py), as a calibration for `fake:oscar2`: K
-by the eigenvectors of its queries' second moments, V by those of its own, each token weighed by what K and the queries
-make of it; a Hadamard transform behind both. One for each KV head, which their later release found better than one a
-layer. Their bit-reversal permutation is left out: it spreads axes over groups, and a row of 64 is one group."""
+in the eigenvectors of its queries' second moments, V in those of its own, with tokens weighted by K and the
+queries; each followed by a Hadamard transform. One per KV head, which their later release found better than one per
+layer. Their bit-reversal permutation is omitted: it distributes axes over groups, and a row of 64 is a single
+group."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def kl_of(want: torch.Tensor, got: torch.Tensor) -> float:
 
 @torch.no_grad()
 def oracle(model: PreTrainedModel, ids: torch.Tensor, reference: torch.Tensor) -> dict[int, float]:
-    """KL by budget if each head keeps what the scored queries pay most, 4 sinks included."""
+    """KL by budget if each head keeps the tokens that the scored queries attend to most, including 4 sinks."""
     context, scored = ids[:, :-SCORED], ids[:, -SCORED:]
     watcher = KVCache(model.config, "raw", policy=policies.H2O(1 << 30, score="sum"))
     model(context, past_key_values=watcher, logits_to_keep=1)
@@ -124,7 +124,7 @@ def budgets(model: Any, tokenizer: Any, text: Path, windows: int, out: Path) -> 
 
 @torch.no_grad()
 def streamed(model: Any, policy: Any, ids: torch.Tensor, scored: int = 512, chunk: int = 512) -> float:
-    """Perplexity of the last `scored` of ids [1, T + 1], read through the cache in chunks."""
+    """Perplexity of the last `scored` tokens of ids [1, T + 1], read through the cache in chunks."""
     cache, losses = KVCache(model.config, "raw", policy=policy), []
     T = ids.shape[1] - 1
     for at in range(0, T, chunk):
@@ -164,7 +164,7 @@ def sinks(model: Any, tokenizer: Any, text: Path, windows: int, out: Path) -> li
 
 @torch.no_grad()
 def recipes(model: Any, tokenizer: Any, text: Path, windows: int, out: Path) -> list[dict[str, Any]]:
-    """KL in fp32; bytes with a bf16 model, whose raw pages are half as large."""
+    """KL in fp32; bytes for a bf16 model, whose raw pages are half as large."""
     found = evaluate(
         model, text, RECIPES, tokenizer=tokenizer, context=2048, scored=SCORED, windows=windows, cost=False, out=out
     )
@@ -182,7 +182,7 @@ def recipes(model: Any, tokenizer: Any, text: Path, windows: int, out: Path) -> 
 
 @torch.no_grad()
 def zipped(model: Any, sample: tasks.Sample, prompt: list[int], budget: float) -> list[int]:
-    """Questions outside of a context that KVzip has compressed."""
+    """Questions outside of a context compressed by KVzip."""
     with attention_for(model, Strategy("raw")):
         cache, ids = KVCache(model.config, "raw"), torch.tensor([sample.context])
         measure._prefill(model, ids, cache, 0)
@@ -309,7 +309,7 @@ context, 256 scored. PPL (less that of the uncompressed model), KL. Other tables
 
 
 def verdict(models: dict[str, Any]) -> str:
-    """What the first table says about H2O, in words made of its numbers."""
+    """A sentence on H2O with the numbers of the first table."""
     lines = []
     for model, found in models.items():
         by = {(r["policy"], r["budget"]): r for r in found["budgets"]}

@@ -1,4 +1,4 @@
-"""The pictures of docs/eviction.md."""
+"""The plots of docs/eviction.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _clean(axis: Any) -> None:
 
 
 def budget_curves(result: dict[str, Any], path: Path, names: dict[str, str]) -> None:
-    """KL against budget, a panel a model."""
+    """KL against budget, one panel per model."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     for axis, (model, found) in zip(figure.subplots(1, 2, sharey=True), result["models"].items(), strict=True):
@@ -47,7 +47,7 @@ def budget_curves(result: dict[str, Any], path: Path, names: dict[str, str]) -> 
 
 @torch.no_grad()
 def weights_of(model: Any, cache: KVCache, ids: torch.Tensor, queries: int) -> torch.Tensor:
-    """[Hq, queries, T]: attention of the last `queries` of ids in layer 3, zero at what was evicted."""
+    """[Hq, queries, T]: attention of the last `queries` of ids in layer 3, zero for evicted tokens."""
     T = ids.shape[1]
     for at in range(0, T - queries, CHUNK):
         model(ids[:, at : min(at + CHUNK, T - queries)], past_key_values=cache, logits_to_keep=1)
@@ -66,7 +66,7 @@ def over_time(model: Any, policy: Any, key: str, ids: torch.Tensor) -> list[int]
 
 
 def heads(root: Path, path: Path) -> None:
-    """Attention: exact, quantized, evicted; which tokens stay; size over time; budgets of heads."""
+    """Attention: exact, quantized, evicted; kept tokens; size over time; budgets of heads."""
     model, tokenizer = load_model(root / "assets" / "books-tiny", None)
     kvcompress.enable(model, verbose=False)
     ids = as_batch(bos_of(model, tokenizer) + load_ids(root / "assets/text/book.txt", tokenizer, 4096), model.device)
@@ -121,6 +121,6 @@ def heads(root: Path, path: Path) -> None:
 
 
 def draw(result: dict[str, Any], root: Path, names: dict[str, str]) -> None:
-    """Both pictures; names: of the policies."""
+    """Draws both plots; names: of the policies."""
     budget_curves(result, root / "docs" / "eviction.png", names)
     heads(root, root / "docs" / "eviction-heads.png")

@@ -1,12 +1,11 @@
-"""Do quantized caches hurt speculative decoding? benchmarks/results/speculation.json.
+"""Acceptance of drafts with quantized caches. benchmarks/results/speculation.json.
 
-    python benchmarks/speculation.py [--windows N] [--threads N]        # about ten minutes; then: make docs
+    python benchmarks/speculation.py [--windows N] [--threads N]    # about ten minutes; then: make docs
 
-Both shipped models go on with N passages of a book, 1,024 tokens each, by 128 tokens, greedily: without drafts, with
-prompt lookup, and with the other shipped model as the assistant (as large as the model itself: what it costs is in the
-times). Acceptance length: new tokens per forward pass of the model. Everything is paired: a passage's run with a format
-beside the same passage's with raw pages.
-"""
+Both shipped models continue N passages of a book, 1,024 tokens each, by 128 tokens, greedily: without drafts, with
+prompt lookup, and with the other shipped model as the assistant (as large as the model itself, which shows in the
+times). Acceptance length: new tokens per forward pass of the model. Comparisons are paired: the same passage with a
+format and with raw pages."""
 
 from __future__ import annotations
 

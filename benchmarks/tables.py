@@ -29,7 +29,7 @@ def markdown(head: list[str], lines: list[list[str]]) -> str:
 
 
 def section(found: list[Comparison]) -> str:
-    """One table with a column a model."""
+    """One table with a column per model."""
     first = found[0]
     models = [comparison.about["model"].rsplit("/", 1)[-1] for comparison in found]
     lines = []
@@ -42,7 +42,7 @@ def section(found: list[Comparison]) -> str:
 
 
 def peers(model_name: str, out: Path, windows: int) -> str:
-    """Ours and transformers' own quantized caches, on one model, by the same code."""
+    """Our caches and transformers' own quantized caches, on one model, by the same code."""
     model, tokenizer = load_model(ROOT / "assets" / model_name, None)
     result = evaluate(
         model, ROOT / "assets/text/wikitext2-test.txt", PEERS, tokenizer=tokenizer, windows=windows,

@@ -1,5 +1,6 @@
-"""The stored formats as a careful user writes them in plain torch ops, and peers' quantizers of the same bits: what
-benchmarks/codecs.py compares with. Each is a pair: quantize(x [B, H, T, D]) -> anything, dequantize(that) -> x."""
+"""The stored formats in plain torch ops, as a careful user would write them, and quantizers of other libraries with
+the same number of bits: the comparison for benchmarks/codecs.py. Each is a pair: quantize(x [B, H, T, D]) ->
+object, dequantize(object) -> x."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ EDGES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes, 8 / bits of them in a byte."""
+    """Packs uint8 codes, 8 / bits per byte."""
     if bits == 8:
         return codes
     parts = codes.chunk(8 // bits, dim=-1)
@@ -47,7 +48,7 @@ def symmetric(bits: int, dtype: torch.dtype) -> Codec:
 
 
 def asymmetric(bits: int, dtype: torch.dtype, group: int = 0, pages: bool = False) -> Codec:
-    """A scale and zero point per row, per `group` dims, or per channel of 64 tokens (pages)."""
+    """A scale and zero point per row, per `group` dims, or per channel of 64 tokens (a page)."""
     top = 2**bits - 1
 
     def quantize(x: Tensor):
@@ -88,7 +89,7 @@ def hadamard(D: int) -> Tensor:
 
 
 def rotated(bits: int, dtype: torch.dtype, D: int) -> Codec:
-    """Matmul Hadamard, uniform grid of c * rms, least-squares gain."""
+    """Hadamard transform by matmul, uniform grid of c * rms, least-squares gain."""
     h, half, step = hadamard(D).to(dtype), 2 ** (bits - 1), 0.33 if bits == 4 else 1.0
 
     def quantize(x: Tensor):
@@ -193,7 +194,7 @@ def torchao_int8(dtype: torch.dtype) -> Codec:
 
 
 def peers(dtype: torch.dtype) -> dict[str, tuple[str, Callable[[], Codec]]]:
-    """Peer's name -> (our format of the same bits and nearest kind, how to make it); making it may raise."""
+    """Name of the quantizer -> (our closest format of the same bits, how to create it); creating it may raise."""
     return {
         "torchao int8 per row": ("int8", lambda: torchao_int8(dtype)),
         "quanto 4 bit, groups of 64": ("int4_g32", lambda: quanto(4, dtype)),

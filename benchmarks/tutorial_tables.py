@@ -1,8 +1,7 @@
-"""The tables that common tutorials print, with what they claim next to what is measured here.
+"""Tables of common tutorials, with their claims next to what is measured here.
 
-A row is data: a label, a strategy, what is claimed. Rows whose strategy this version does not know yet (policies,
-formats) are left out and named under the table; they appear when the feature does.
-"""
+A row is data: a label, a strategy, a claim. Rows whose strategy this version does not support (policies, formats) are
+left out and listed below the table."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ ARENA = 256 * 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table. settings: of `evaluate`, where they differ from the table's."""
+    """A row of a table. settings: of `evaluate`, if different from the table's."""
 
     label: str
     strategy: str
@@ -55,7 +54,7 @@ def _capacity(row: dict[str, Any], base: dict[str, Any], evaluation: Evaluation)
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the tutorials. why: why the two columns differ."""
+    """A table of the tutorials. why: reason for the difference between claim and measurement."""
 
     name: str
     title: str
@@ -150,7 +149,7 @@ TABLES: dict[str, Table] = {
 
 @dataclass
 class Comparison:
-    """A finished table: lines of (label, strategy, claimed, measured)."""
+    """A finished table: rows of (label, strategy, claimed, measured)."""
 
     name: str
     title: str

@@ -1,10 +1,10 @@
-"""Attention of a decode step alone, vLLM's CPU kernel and `ops.attend_varlen` in turn: benchmarks/vllm_attention.py
+"""Attention of a decode step by itself, with vLLM's CPU kernel and `ops.attend_varlen` alternating:
+benchmarks/vllm_attention.py
 
 One request of 4,096 and of 16,384 tokens, 32 query and 8 KV heads of 128, bfloat16; its newest token is stored, then
-attended to. Blocks of 128 tokens lie in random order, and every call takes another layer, of as many as fill 256 MiB
-in bfloat16, so that no cache helps. Milliseconds: median, quartiles, and the median of each ratio to vLLM's bfloat16 in
-the same round; the error is that of the output against float64 on what vLLM's bfloat16 cache holds.
-"""
+attended to. Blocks of 128 tokens are in random order, and every call uses another of as many layers as fill 256 MiB in
+bfloat16, so caches do not help. Milliseconds: median, quartiles, and the median of each ratio to vLLM's bfloat16 in the
+same round; the error is that of the output compared with float64 over vLLM's bfloat16 cache."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Call = Callable[[int], Any]
 
 
 def vllm_calls(k: Any, v: Any, q: Any, table: Any, layers: int, dtype: str) -> Call:
-    """A step of layer i by vLLM's own kernels, of the last tokens of each request: q [B, new tokens, Hq, D]. Its cache
-    holds k and v [B, tokens, H, D] in every layer, in the blocks of table [B, blocks]."""
+    """A step of layer i with vLLM's own kernels, for the last tokens of each request: q [B, new tokens, Hq, D]. Every
+    layer's cache holds k and v [B, tokens, H, D] in the blocks of table [B, blocks]."""
     import torch
     from vllm import _custom_ops as vllm_ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -62,7 +62,7 @@ def vllm_calls(k: Any, v: Any, q: Any, table: Any, layers: int, dtype: str) -> C
 
 
 def our_calls(k: Any, v: Any, q: Any, table: Any, layers: int, name: str) -> Call:
-    """The same by `ops.attend_varlen`."""
+    """The same with `ops.attend_varlen`."""
     import torch
 
     from kvcompress import formats, ops
@@ -82,7 +82,7 @@ def our_calls(k: Any, v: Any, q: Any, table: Any, layers: int, name: str) -> Cal
         )  # fmt: skip
 
     many = torch.empty(tokens - 1, HEADS, DIM, dtype=q.dtype)
-    for i in range(layers):  # a window, so that filling takes no time
+    for i in range(layers):  # with a window, so that filling is fast
         attend(i, torch.zeros_like(many), k[:-1], v[:-1], tokens - 1, 1, many)
     out = torch.empty_like(q)
 

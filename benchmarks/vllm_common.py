@@ -1,6 +1,5 @@
-"""Shared by the benchmarks inside of vLLM (`make vllm` makes the environment): engines by name, each in a process
-of its own with one thread. Times are CPU time of that process, so that what else runs on the machine disturbs less.
-"""
+"""Shared by the benchmarks in vLLM (`make vllm` creates the environment): engines by name, each in a separate process
+with one thread. Times are CPU time of that process, so that other load on the machine matters less."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def start(name: str, mib: float, **options: Any) -> Any:
-    """The engine, with a cache of so much memory and the shipped model."""
+    """The engine, with this much cache memory and the shipped model."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     import torch
     from vllm import LLM
@@ -43,14 +42,14 @@ def start(name: str, mib: float, **options: Any) -> Any:
 
 
 def prompts(llm: Any, requests: int, tokens: int) -> list[dict[str, list[int]]]:
-    """Pieces of the book, each 200 tokens behind the one before."""
+    """Pieces of the book, each 200 tokens after the previous one."""
     text = (ROOT / "assets" / "text" / "book.txt").read_text()
     ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
     return [{"prompt_token_ids": ids[200 * i % (len(ids) - tokens) :][:tokens]} for i in range(requests)]
 
 
 def apart(measure: Callable[..., Any], *args: Any) -> Any:
-    """What measure(*args) gives in a new process; it is a function of the script that runs."""
+    """Result of measure(*args) in a new process; it must be a function of the script that runs."""
     command = [
         str(ROOT / ".venv-vllm" / "bin" / "python"),
         sys.argv[0],
@@ -67,7 +66,7 @@ def apart(measure: Callable[..., Any], *args: Any) -> Any:
 
 
 def arguments(parser: argparse.ArgumentParser, *measures: Callable[..., Any]) -> argparse.Namespace:
-    """Those of the command line; does not return where this is the process of one measurement."""
+    """Parses the command line; does not return in the process of a measurement."""
     parser.add_argument("--in-process", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.in_process:
@@ -79,7 +78,7 @@ def arguments(parser: argparse.ArgumentParser, *measures: Callable[..., Any]) ->
 
 
 def conditions() -> str:
-    """To print above the figures."""
+    """Conditions to print above the results."""
     from common import machine
 
     busy = os.getloadavg()[0]

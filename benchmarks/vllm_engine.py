@@ -1,9 +1,8 @@
-"""vLLM with kvcompress and without, on the shipped model: benchmarks/vllm_engine.py
+"""vLLM with and without kvcompress, on the shipped model: benchmarks/vllm_engine.py
 
-Tokens that fit, as vLLM reports them (requests of max_model_len, all their blocks); CPU time of prefill and of decode
-steps for long and for short requests; and, of ours, what Python adds: metadata of a step, a layer's forward outside of
-the op.
-"""
+The number of tokens that fit, as reported by vLLM (requests of max_model_len, all their blocks); CPU time of prefill
+and of decode steps for long and short requests; and the overhead of our Python code: metadata of a step, a layer's
+forward outside of the op."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ LENGTHS = (4096, 32768)
 
 
 def timed(what: Any, name: str) -> list[float]:
-    """From now on, seconds of each call of the attribute."""
+    """Records the seconds of each call of the attribute from now on."""
     call, times = getattr(what, name), []
 
     def wrapped(*args: Any, **keywords: Any) -> Any:
@@ -34,11 +33,12 @@ def timed(what: Any, name: str) -> list[float]:
 
 
 def steps(llm: Any, requests: int, context: int, count: int) -> tuple[float, list[float], list[int]]:
-    """CPU seconds of the prefill, and of each step that decodes all of them; how many it has decoded."""
+    """CPU seconds of the prefill, and of each step that decodes all requests; number of requests decoded."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    ahead = requests * context // engine.vllm_config.scheduler_config.max_num_batched_tokens  # prefilled meanwhile
+    # prefilled at the same time
+    ahead = requests * context // engine.vllm_config.scheduler_config.max_num_batched_tokens
     sampling = SamplingParams(temperature=0, max_tokens=count + 8 + ahead, ignore_eos=True)
     for i, prompt in enumerate(prompts(llm, requests, context)):
         engine.add_request(f"{requests}.{i}", prompt, sampling)
@@ -56,7 +56,7 @@ def steps(llm: Any, requests: int, context: int, count: int) -> tuple[float, lis
 
 
 def overhead(llm: Any, count: int) -> dict[str, float]:
-    """Microseconds of Python, 32 requests: metadata of a step, and what a layer does around the op."""
+    """Microseconds of Python for 32 requests: metadata of a step, and a layer's code around the op."""
     from kvcompress.vllm import backend, residual
 
     builds = [timed(x, "build") for x in (backend.Builder, residual.ResidualBuilder)]

@@ -1,9 +1,8 @@
-"""Throughput inside of vLLM where memory is short: benchmarks/vllm_pressure.py; docs/vllm-pressure.png
+"""Throughput in vLLM when memory is short: benchmarks/vllm_pressure.py; docs/vllm-pressure.png
 
-All requests (1,500 + 200 tokens, the shipped model) are there from the start; the cache has memory for so many of them
-in bf16 at a time. Tokens generated a second of CPU time, prefills and recomputed ones included. Memory no longer binds
-an engine where the next larger one yields less than 1.1 times as much.
-"""
+All requests (1,500 + 200 tokens, the shipped model) are submitted at the start; the cache has memory for a given number
+of them in bf16 at a time. Generated tokens per second of CPU time, including prefills and recomputation. Memory is no
+longer the bottleneck if the next larger size gives less than 1.1 times as much."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any
 from vllm_common import ROOT, apart, arguments, conditions, prompts, start
 
 PROMPT, ANSWER = 1500, 200
-BF16_BYTES = 6 * 2 * 2 * 64 * 2  # a token: layers, K and V, heads, dims, bytes
+BF16_BYTES = 6 * 2 * 2 * 64 * 2  # bytes per token: layers, K and V, heads, dims, bytes
 NAMES = ("vLLM bf16", "vLLM fp8", "int8", "int4")
 
 
@@ -45,7 +44,7 @@ def enough(found: dict[int, float]) -> int | None:
 
 
 def plot(rates: dict[str, dict[int, float]]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the engine's environment has none
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the engine's environment has no matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.4), layout="constrained")

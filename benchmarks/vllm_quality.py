@@ -1,12 +1,10 @@
-"""Quality inside of vLLM beside `kvcompress.evaluate`: benchmarks/vllm_quality.py
+"""Quality in vLLM compared with `kvcompress.evaluate`: benchmarks/vllm_quality.py
 
-The same windows of WikiText-2 through both, in chunks of as many tokens: KL in nats of the uncompressed model (one
-forward pass in transformers, float32) from what answers, over the full vocabulary. vLLM's numbers are its
-prompt_logprobs. A KVCache keeps its first 4 tokens raw, vLLM's blocks have no room for them: the difference is from a
-KVCache without (`sinks=0`), on the same blocks of 16 tokens, with twice its standard error.
-
-Then greedy answers of ANSWER tokens in float32 beside those of `raw`, to prompts of 31 to 1,500 tokens of the book.
-"""
+The same windows of WikiText-2 through both, in chunks of equal size: KL in nats from the uncompressed model (one
+forward pass in transformers, float32), over the full vocabulary. vLLM's values are its prompt_logprobs. A KVCache keeps
+its first 4 tokens raw, for which vLLM's blocks have no space: the difference is to a KVCache without sinks (`sinks=0`),
+with the same blocks of 16 tokens, with twice its standard error. Then greedy answers of ANSWER tokens in float32
+compared with those of `raw`, for prompts of 31 to 1,500 tokens of the book."""
 
 from __future__ import annotations
 
@@ -23,7 +21,8 @@ FORMATS = ("raw", "int8", "fp8_e4m3", "int8/int4", "int4")
 
 
 def through_vllm(name: str, folder: str) -> int:
-    """Writes log-probabilities [windows, SCORED, V], float32, of the tokens in windows.npy; the windows' number."""
+    """Writes log-probabilities [windows, SCORED, V], float32, of the tokens in windows.npy; returns the number of
+    windows."""
     import numpy as np
     from vllm import SamplingParams
 

@@ -1,5 +1,5 @@
-"""ggml's flash attention (llama.cpp) through ctypes, from the package llama-cpp-python. Of latents as llama.cpp builds
-MLA: V is a view of K's rows. Usage: ggml.py SHAPE THREADS"""
+"""ggml's flash attention (llama.cpp) through ctypes, from the package llama-cpp-python. For latents as llama.cpp
+implements MLA: V is a view of K's rows. Usage: ggml.py SHAPE THREADS"""
 
 from __future__ import annotations
 

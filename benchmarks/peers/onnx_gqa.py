@@ -1,7 +1,5 @@
-"""ONNX Runtime's GroupQueryAttention on CPU as a model of one node: a cache that grows in place (past and present are
-one buffer), float32, and INT8 and INT4 by channel where this release has them.
-
-Usage: onnx_gqa.py SHAPE THREADS"""
+"""ONNX Runtime's GroupQueryAttention on CPU, as a model with one node: a cache that grows in place (past and present
+share a buffer), float32, and INT8 and INT4 per channel if this release has them. Usage: onnx_gqa.py SHAPE THREADS"""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def run(B: int, Hq: int, H: int, D: int, S: int, T: int, kind: str, threads: int
     _, dtype, bits = KINDS[kind]
     binding = (model := session(Hq, H, D, kind, threads)).io_binding()
     rng, total = np.random.default_rng(0), 0
-    kept = []  # arrays that are bound by address
+    kept = []  # arrays bound by address must stay alive
     for side in "kv":
         x = rng.standard_normal((B, H, S, D), dtype=np.float32)
         if bits:
@@ -72,5 +70,5 @@ if __name__ == "__main__":
     for kind in KINDS:
         try:
             run(*shape, kind, threads)
-        except Exception as error:  # not in this release, or not of this shape
+        except Exception as error:  # not in this release, or not for this shape
             print(f"ONNX Runtime {kind}: {str(error).splitlines()[0][:300]}", flush=True)

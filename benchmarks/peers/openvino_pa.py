@@ -1,6 +1,5 @@
-"""OpenVINO's PagedAttention on CPU as a model of one op, blocks of 32 tokens in shuffled order.
-
-Usage: openvino_pa.py SHAPE THREADS"""
+"""OpenVINO's PagedAttention on CPU, as a model with one op; blocks of 32 tokens in random order. Usage: openvino_pa.py
+SHAPE THREADS"""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from openvino import opset13 as op
 from openvino.op import _PagedAttentionExtension as PagedAttention
 from timing import arguments, report
 
-BLOCK, FILL = 32, 256  # tokens of a block; of a chunk while filling
+BLOCK, FILL = 32, 256  # tokens per block; per chunk while filling
 f, i = np.float32, np.int32
 
 
@@ -38,7 +37,7 @@ def build(Hq: int, H: int, D: int) -> Model:
     inputs = [q, k, v, *caches, *index, constant(f, (), [D**-0.5]), constant(i, (), [0]), none(f), longest, none(i),
               none(i), none(i), none(f), none(f), constant(i, (), [64]), constant(i, (), [8]), none(f),
               constant(i, (), [0]), none(i), none(i), none(i), none(i), none(np.uint8), none(i)]  # fmt: skip
-    for n in (len(inputs), 27, 26, 25, 21):  # the op has gained inputs over the releases
+    for n in (len(inputs), 27, 26, 25, 21):  # the op has gained inputs in later releases
         try:
             node = PagedAttention([x.output(0) for x in inputs[:n]])
             break
@@ -77,7 +76,7 @@ def run(B: int, Hq: int, H: int, D: int, S: int, T: int, kind: str, threads: int
         request.set_tensor("max_context_len", ov.Tensor(np.array(longest, i)))
         request.infer()
 
-    for b in range(B):  # filled in chunks, each a sequence of its own
+    for b in range(B):  # filled in chunks, each as a separate sequence
         for at in range(0, S, FILL * 8):
             n = min(8, (S - at) // FILL)
             end = at + n * FILL

@@ -1,4 +1,4 @@
-"""Ours and torch's on the peers' shapes. Usage: ours.py SHAPE THREADS"""
+"""kvcompress and torch on the shapes of this comparison. Usage: ours.py SHAPE THREADS"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ torch.set_num_threads(threads)
 g = torch.Generator().manual_seed(0)
 k, v, q = (torch.randn(B, heads, n, D, generator=g).bfloat16() for heads, n in ((H, S), (H, S), (Hq, T)))
 dims: dict = {"head_dim": D}
-if latent := H == 1:  # the rotary part in 8 bits, under every name but raw
+if latent := H == 1:  # the rotary part has 8 bits, except with raw
     k, v = k[..., :LATENT], k[..., LATENT:]
     dims = {"head_dim": LATENT, "value_dim": D - LATENT, "latent": True}
 for name in ("raw", "int8", "fp8_e4m3", "int4", "int2"):
@@ -21,7 +21,7 @@ for name in ("raw", "int8", "fp8_e4m3", "int4", "int2"):
     kv = PagedKV(H, batch=B, dtype=torch.bfloat16, **side, **dims)
     if T == 1:
         kv.append(k, v)
-        kv.append(k[:, :, :1], v[:, :, :1])  # seals what the call before has filled
+        kv.append(k[:, :, :1], v[:, :, :1])  # seals the page that the previous call filled
         report("kvcompress", name, kv.stats()["bytes"] / 1e6, lambda kv=kv: kv.attend(q))
     else:
         kv.append(k[:, :, : S - T], v[:, :, : S - T])

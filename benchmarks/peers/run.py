@@ -1,8 +1,8 @@
-"""Times us, torch, ggml, OpenVINO, ONNX Runtime and vLLM on the same shapes, in turn, several rounds in one run; each
-system in its own virtual environment and process (`make bench-peers` makes the peers', `make vllm` vLLM's). Lowest of
-the rounds' medians; ratios to ours.
-Writes benchmarks/results/peers.json; with --shapes the cells of other shapes stay if they are of this machine.
-Latents, which few systems attend to, go to peers_latent.json."""
+"""Times kvcompress, torch, ggml, OpenVINO, ONNX Runtime and vLLM on the same shapes, alternating, in several rounds of
+one run; each system in its own virtual environment and process (created by `make bench-peers`, for vLLM by `make
+vllm`). The lowest of the rounds' medians, and ratios to ours. Writes benchmarks/results/peers.json; with --shapes,
+cells of other shapes are kept if they are from this machine. Latents, which few systems support, go to
+peers_latent.json."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main() -> None:
         for shape in args.shapes:
             for script, python in scripts.items():
                 if shape == "latent" and script not in ("ours.py", "ggml.py"):
-                    continue  # no attention over latents there
+                    continue  # no attention over latents in these systems
                 done = subprocess.run([python, str(HERE / script), shape, str(args.threads)], stdout=subprocess.PIPE,
                                       text=True, check=False, cwd=HERE)  # fmt: skip
                 if done.returncode:

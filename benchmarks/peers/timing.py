@@ -1,4 +1,4 @@
-"""Shared by the scripts of this folder, which run in different virtual environments: numpy only."""
+"""Shared by the scripts of this folder, which run in different virtual environments; requires only numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LATENT = 512
 
 
 def report(system: str, config: str, megabytes: float, call: Callable[[], object], seconds: float = 1.5) -> None:
-    """Prints a JSON line: median and minimum ms of `call` over about so many seconds."""
+    """Prints a JSON line: median and minimum of `call` in ms, over about this many seconds."""
     call()
     times: list[float] = []
     while (sum(times) < seconds and len(times) < 200) or len(times) < 7:

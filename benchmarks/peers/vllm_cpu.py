@@ -1,7 +1,5 @@
-"""vLLM's attention kernel for CPUs over its paged cache, bfloat16 and fp8 (one scale a tensor): its newest tokens are
-stored, then attended to. Run by the Python of `make vllm`.
-
-Usage: vllm_cpu.py SHAPE THREADS"""
+"""vLLM's attention kernel for CPUs over its paged cache, bfloat16 and fp8 (one scale per tensor): the newest tokens
+are stored, then attended to. Run by the Python of `make vllm`. Usage: vllm_cpu.py SHAPE THREADS"""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""What a trained model can do, uncompressed: writes measured.json beside it and prints it.
+"""Quality of a trained model without compression: writes measured.json next to it and prints it.
 
     python benchmarks/train/report.py assets/books-tiny [--text name=file ...]
 
-Perplexity by context length on texts that it has not seen, accuracy of the retrieval tasks by length, and what
-`kvcompress.inspect` says of its attention and keys.
-"""
+Perplexity by context length on texts not used for training, accuracy of the retrieval tasks by length, and the
+statistics of `kvcompress.inspect`."""
 
 from __future__ import annotations
 

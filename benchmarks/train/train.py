@@ -1,11 +1,10 @@
-"""Trains a shipped toy model: books, and tasks whose answers lie far back. Resumable: run the same command again.
+"""Trains a shipped toy model: books, and tasks whose answers are far back. Resumable: run the same command again.
 
-    python benchmarks/train/train.py --text books.txt.xz wiki.txt --share 0.85 0.15 --out build/train/plain \\
+    python benchmarks/train/train.py --text books.txt.xz wiki.txt --share 0.85 0.15 --out build/train/plain
         --tokens 24e6 [--init FOLDER] [--bias | --latent | --sinks] [--heads N --kv-heads N --head-dim N]
 
-Checkpoints, the learning curve (curve.csv) and the finished model (model/) go to --out. Every step's data follow from
-the seed and the step alone, so an interrupted run goes on as if nothing had happened.
-"""
+Checkpoints, the learning curve (curve.csv) and the finished model (model/) are written to --out. The data of a step
+depend only on the seed and the step, so an interrupted run continues exactly."""
 
 from __future__ import annotations
 
@@ -47,11 +46,11 @@ LATENT = {
     "v_head_dim": 64, "first_k_dense_replace": SIZE["num_hidden_layers"], "rope_interleave": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},  # 16 pairs: the faster half of 32 with 10,000
 }  # fmt: skip
-ANSWER_WEIGHT = 4.0  # of a token that can be looked up, against one of the text
+ANSWER_WEIGHT = 4.0  # weight of a token that can be looked up, relative to one of the text
 
 
 def corpus(text: Path, tokenizer: object, cache: Path) -> np.ndarray:
-    """All documents of a text as token ids, uint16; kept in a file."""
+    """All documents of a text as token ids, uint16; cached in a file."""
     if not cache.exists():
         opened = lzma.open if text.suffix == ".xz" else open
         with opened(text, "rt", encoding="utf-8") as f:
@@ -66,7 +65,7 @@ def corpus(text: Path, tokenizer: object, cache: Path) -> np.ndarray:
 
 
 class Data:
-    """Sequences of step `n`, from the seed and n alone."""
+    """Sequences of step `n`, as a function of the seed and n."""
 
     def __init__(
         self,
@@ -120,7 +119,7 @@ def new_model(args: argparse.Namespace) -> torch.nn.Module:
 
 
 def starting_model(args: argparse.Namespace, ids: torch.Tensor) -> torch.nn.Module:
-    """As it is before its first step; ids [1, T]: a text, for what is measured on one."""
+    """The model before its first step; ids [1, T]: a text, for initializations that measure on one."""
     model, missing = new_model(args), []
     if args.init:
         source = AutoModelForCausalLM.from_pretrained(args.init).float()

@@ -1,5 +1,5 @@
-"""Small models that differ from the shipped Llama in what matters to formats, made of it (`train.py --init`): with K
-biases, latents, other heads, attention sinks. Weights to start from; all of them are trained on."""
+"""Small models derived from the shipped Llama that differ in properties relevant to formats (`train.py --init`): K
+biases, latents, other heads, attention sinks. These are initial weights; all of them are then trained."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from kvcompress.hf.calibrate import measured
 
 
 def give_bias(model: torch.nn.Module, size: float, seed: int) -> None:
-    """K biases as large as in Qwen2 (|bias| many times the rest of K), in pairs of dims that RoPE turns slowly.
-
-    Training goes on from there; it cannot be done so that nothing changes, unlike outliers of the weights.
-    """
+    """K biases as large as in Qwen2 (|bias| many times the rest of K), in pairs of dims that RoPE rotates slowly.
+    Unlike outliers of weights, this changes the function of the model, so training continues from there."""
     r = random.Random(seed)
     for layer in model.model.layers:
         bias = layer.self_attn.k_proj.bias
@@ -29,12 +27,10 @@ def give_bias(model: torch.nn.Module, size: float, seed: int) -> None:
 
 @torch.no_grad()
 def to_latents(model: torch.nn.Module, source: torch.nn.Module, ids: torch.Tensor) -> None:
-    """Weights of a latent model from a Llama of the same size, to be trained on (as TransMLA, arXiv 2502.07864).
-
-    Of each head's 32 pairs of dims the slower half loses its rotation. They and V of both KV heads, 192 dims, go
-    through the latents' 128 principal components on the text `ids` [1, T]. Each KV head gives every other of the
-    faster pairs to the rotary part that all heads share.
-    """
+    """Initial weights of a latent model from a Llama of the same size (as in TransMLA, arXiv 2502.07864). The slower
+    half of each head's 32 pairs of dims loses its rotation. Together with V of both KV heads, 192 dims in total, it
+    is projected to 128 principal components (the latents), computed on the text `ids` [1, T]. Each KV head
+    contributes every other faster pair to the rotary part that all heads share."""
     state = {name: w for name, w in source.state_dict().items() if "_proj" not in name or "mlp" in name}
     model.load_state_dict(state, strict=False)
     seen: dict[int, torch.Tensor] = {}
@@ -49,7 +45,7 @@ def to_latents(model: torch.nn.Module, source: torch.nn.Module, ids: torch.Tenso
         a, b, x = new.self_attn, old.self_attn, seen[i].double()
         q, k, v = (w.weight.double().unflatten(0, (-1, 64)) for w in (b.q_proj, b.k_proj, b.v_proj))
         both = torch.cat([k[:, slow].flatten(0, 1), v.flatten(0, 1)])  # [192, 256]
-        size = (x @ both.T).std(0, keepdim=True).T  # K and V count alike
+        size = (x @ both.T).std(0, keepdim=True).T  # weight K and V equally
         basis = torch.linalg.svd(both / size @ x.T, full_matrices=False)[0][:, :128]
         down = basis.T @ (both / size)
         scale = (x @ down.T).square().mean().sqrt()
@@ -68,12 +64,10 @@ def to_latents(model: torch.nn.Module, source: torch.nn.Module, ids: torch.Tenso
 
 @torch.no_grad()
 def to_heads(model: torch.nn.Module, source: torch.nn.Module) -> None:
-    """Weights of a Llama with other heads from one of the same size, to be trained on.
-
-    A head of twice the dims is two KV heads side by side, one on even and one on odd pairs (whose RoPE is a little
-    slower than it was); each query head looks at its own half at first. Fewer KV heads of the same dims are means of
-    those that were (arXiv 2305.13245). More query heads are copies, a little apart, that share a part of the output.
-    """
+    """Initial weights of a Llama with other heads from one of the same size. A head with twice the dims consists of
+    two KV heads, one on even and one on odd pairs (whose RoPE is slightly slower than before); each query head uses
+    its own half at first. Fewer KV heads of the same dims are means of the old ones (arXiv 2305.13245). Additional
+    query heads are copies with small differences, and share a part of the output."""
     new, old = model.config, source.config
     state = {name: w for name, w in source.state_dict().items() if "self_attn" not in name}
     model.load_state_dict(state, strict=False)
@@ -83,7 +77,7 @@ def to_heads(model: torch.nn.Module, source: torch.nn.Module) -> None:
         raise ValueError(f"--init: expected multiples of {old.num_attention_heads} query heads, of {d} or {join * d} "
                          f"dims, got {new.num_attention_heads} of {D}")  # fmt: skip
     group = old.num_attention_heads // old.num_key_value_heads
-    owner = torch.arange(old.num_attention_heads) // group % join  # which half a query head looks at
+    owner = torch.arange(old.num_attention_heads) // group % join  # the half that a query head uses
     for a, b in zip(model.model.layers, source.model.layers, strict=True):
         a, b = a.self_attn, b.self_attn
         q, k, v = (w.weight.unflatten(0, (-1, d)) for w in (b.q_proj, b.k_proj, b.v_proj))
@@ -110,21 +104,19 @@ def to_heads(model: torch.nn.Module, source: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def give_sinks(model: torch.nn.Module, ids: torch.Tensor, size: float) -> None:
-    """Attention sinks as large models grow them (arXiv 2309.17453, 2402.17762). The first token gets `size` times the
-    others' numbers in one channel of the residual stream, so that its normalized row is that channel alone: K makes of
-    it a key of four times the others' length, in pairs of dims that RoPE turns slowly, V nothing. Another channel,
-    alike in all other tokens, lets queries look there: with half of their attention, and twice the output.
-
-    Not quite what the model was: training goes on from there. ids [1, T]: a text, for what scores add up to.
-    """
+    """Attention sinks as in large models (arXiv 2309.17453, 2402.17762). The first token has `size` times the values
+    of others in one channel of the residual stream, so that its normalized row is just that channel: K maps it to a
+    key with four times the norm of others, in pairs of dims that RoPE rotates slowly, V to zero. Another channel,
+    equal in all other tokens, makes queries attend to it with half of their attention, and doubles the output. This
+    changes the model, so training continues from there. ids [1, T]: a text to measure scores on."""
     config, weights = model.config, model.model.embed_tokens.weight
     first, rest = weights.std(0).argsort()[:2].tolist()
     usual, D = float(weights.std()), config.head_dim
     weights[:, [first, rest]] = 0.0
-    weights[:, rest] = 5 * usual  # rows grow a hundredfold on the way through the layers, it does not
+    weights[:, rest] = 5 * usual  # the first token's row does not grow through the layers, others grow a hundredfold
     weights[config.bos_token_id] *= 0.1
     weights[config.bos_token_id, first], weights[config.bos_token_id, rest] = size * usual, 0.0
-    model.model.norm.weight[[first, rest]] = 0.0  # nothing is predicted by them
+    model.model.norm.weight[[first, rest]] = 0.0  # nothing is predicted from them
     for layer in model.model.layers:
         own = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.mlp.gate_proj,
                layer.mlp.up_proj)  # fmt: skip
@@ -134,7 +126,7 @@ def give_sinks(model: torch.nn.Module, ids: torch.Tensor, size: float) -> None:
             linear.weight[[first, rest]] = 0.0
         layer.input_layernorm.weight[[first, rest]] = 1.0
     slow = torch.cat([torch.arange(7 * D // 16, D // 2), torch.arange(15 * D // 16, D)])
-    for i, layer in enumerate(model.model.layers):  # each on what those before it have become
+    for i, layer in enumerate(model.model.layers):  # each layer on the result of those before it
         inputs: list[torch.Tensor] = []
         hook = layer.input_layernorm.register_forward_hook(lambda _, __, out, inputs=inputs: inputs.append(out[0]))
         found = measured(model, ids, _sums, context=ids.shape[1], tokens=ids.shape[1])[i]
@@ -150,7 +142,7 @@ def give_sinks(model: torch.nn.Module, ids: torch.Tensor, size: float) -> None:
 
 
 def _sums(found: dict[str, Any], module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Of a call: what a head's scores come to (the log of their sum), its keys' lengths, its queries' moments."""
+    """For a call: log-sum-exp of a head's scores, norms of its keys, moments of its queries."""
     rows = q[0].unflatten(0, (k.shape[1], -1)).flatten(1, 2)
     found["queries"] = rows.mT @ rows
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[3] ** 0.5
