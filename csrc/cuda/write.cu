@@ -1,10 +1,10 @@
-/* write.cu - the writing half of a call, in one launch: own tokens to where the table says, full pages sealed, and a copy of
- * the own tokens as raw pages where this call's queries must see them exactly. A block owns a side of a page. Behind token.cu
- * it seals alone. */
+/* write.cu - the write phase of a call, in one launch: writes own tokens to the pages that the table names, seals full
+ * pages, and copies own tokens to raw pages if this call's queries need them exactly. A block writes a side of a page.
+ * After token.cu it only seals. */
 #include "encode.cuh"
 #include "wide.h"
 
-/* The call's list of real tokens. One block a sequence. */
+/* Lists the real tokens of the call. One block per sequence. */
 KVC_KERNEL(kvc_list_kernel, kvc_call, 32, 1)
 {
     int64_t b = kvc_block_x(), T = a.a.T;
@@ -24,8 +24,8 @@ KVC_KERNEL(kvc_list_kernel, kvc_call, 32, 1)
     if (lane == 0) a.own_count[b] = n;
 }
 
-/* What a block does: own tokens to `side`, one by one; then `sealed` from them or from a raw page. Either may be missing
- * (tiles NULL). */
+/* The work of a block: own tokens to `side`, one by one; then `sealed` from them or from a raw page. Either may be
+ * missing (tiles NULL). */
 typedef struct kvc_task {
     kvc_side side, sealed, old;
     kvc_source rows;
@@ -44,7 +44,7 @@ KVC_DEVICE kvc_side kvc_find_side(const kvc_call *call, int64_t entry, int64_t h
     return none;
 }
 
-/* The raw page `from` is to be sealed as `to`. */
+/* Seals the raw page `from` to `to`. */
 KVC_DEVICE void kvc_seal_sides(const kvc_call *call, int64_t from, int64_t to, int64_t h, int key, kvc_task *task)
 {
     const kvc_store *s = &call->a.store;
@@ -56,7 +56,7 @@ KVC_DEVICE void kvc_seal_sides(const kvc_call *call, int64_t from, int64_t to, i
     task->sealed.tiles = NULL;
 }
 
-/* Own tokens that fall on column c. */
+/* The own tokens of column c. */
 KVC_DEVICE void kvc_column_task(const kvc_call *call, const kvc_row *row, int64_t h, int64_t c, int key, kvc_task *task)
 {
     const kvc_store *s = &call->a.store;
@@ -104,7 +104,7 @@ KVC_DEVICE void kvc_seal_task(const kvc_call *call, int64_t pair, int64_t h, int
     kvc_seal_sides(call, a->seals[2 * pair], a->seals[2 * pair + 1], h, key, task);
 }
 
-/* x: own pages, then table columns, of each (sequence, head), unless kvc_token_kernel has written; then seals. y: V, K. */
+/* x: own pages, then table columns, of each (sequence, head), unless written by kvc_token_kernel; then seals. y: V, K. */
 KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 1)
 {
     const kvc_store *s = &a.a.store;
@@ -167,7 +167,7 @@ KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 1)
         kvc_store_quad(to->tiles + at, kvc_load_quad(old->tiles + at));
 }
 
-/* ---------------------------------------------------------------- pages of their own */
+/* ---------------------------------------------------------------- whole pages and rows */
 
 typedef struct kvc_pack_call {
     kvc_dense k, v;
@@ -187,7 +187,7 @@ KVC_KERNEL(kvc_pack_kernel, kvc_pack_call, KVC_WRITE_THREADS, 2)
     kvc_side side = kvc_page_side(&page, key, a.key_dim, a.value_dim);
     kvc_source rows = {NULL, key ? &a.k : &a.v, b, h, p * a.page_size, NULL};
     rows.flags = a.flags;
-    /* What pads sections to their alignment is 0, as the CPU leaves it. */
+    /* Padding between sections is 0, as on the CPU. */
     kvc_layout l = kvc_page_layout(a.key, a.value, a.key_dim, a.value_dim, a.page_size);
     int64_t meta_end = (key ? l.k_meta : l.v_meta) + kvc_meta_bytes(side.format, key, side.dim, a.page_size);
     for (int64_t at = meta_end + kvc_thread(); at < (key ? l.v_meta : l.bytes); at += kvc_threads()) page.data[at] = 0;
@@ -207,7 +207,7 @@ typedef struct kvc_rows_call {
     uint32_t *flags;
 } kvc_rows_call;
 
-/* The code of dim d in planes as kvc_quantize has them; of 3 bits the low two, then the high one. */
+/* The code of dim d in the planes of kvc_quantize; for 3 bits the low two bits, then the high one. */
 KVC_DEVICE uint32_t kvc_plane_code(const uint8_t *row, int bits, int dim, int d)
 {
     int b = bits == 3 ? 2 : bits, period = dim * b / 8, eighth = dim / 8;
@@ -215,7 +215,7 @@ KVC_DEVICE uint32_t kvc_plane_code(const uint8_t *row, int bits, int dim, int d)
     return bits == 3 ? code | ((uint32_t)row[period + d % eighth] >> d / eighth & 1) << 2 : code;
 }
 
-/* 16 rows a block; codes as kvc_quantize lays them out: byte j of a row holds dims j, D * bits / 8 + j, .. */
+/* 16 rows per block; codes in the layout of kvc_quantize: byte j of a row holds dims j, D * bits / 8 + j, .. */
 KVC_KERNEL(kvc_quantize_kernel, kvc_rows_call, KVC_WRITE_THREADS, 2)
 {
     kvc_encode_room *room = (kvc_encode_room *)kvc_shared;
@@ -233,7 +233,7 @@ KVC_KERNEL(kvc_quantize_kernel, kvc_rows_call, KVC_WRITE_THREADS, 2)
     for (int i = kvc_thread(); i < KVC_TILE * bytes; i += kvc_threads()) {
         int64_t at = kvc_block_x() * KVC_TILE + i / bytes;
         if (at >= a.n) break;
-        int j = i % bytes, first = f.bits == 3 ? (int)a.dim / 4 : bytes; /* of 3 bits, high ones behind that */
+        int j = i % bytes, first = f.bits == 3 ? (int)a.dim / 4 : bytes; /* for 3 bits, the high bits follow */
         int b = j >= first ? 1 : f.bits == 3 ? 2 : f.bits, low = j >= first ? 2 : 0, in = j - (j >= first ? first : 0);
         uint32_t byte = 0;
         for (int p = 0; p < 8 / b; p++) {
@@ -272,7 +272,7 @@ KVC_KERNEL(kvc_dequantize_kernel, kvc_rows_call, KVC_WRITE_THREADS, 2)
 
 typedef struct kvc_store_call {
     kvc_store_args a;
-    int64_t bytes; /* of a page of a head */
+    int64_t bytes; /* of a page of one head */
     uint32_t *flags;
 } kvc_store_call;
 
