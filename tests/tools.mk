@@ -49,6 +49,10 @@ aarch64-budget: $(VENV)/.tools ## instructions of the NEON kernels a page, as th
 	$(MAKE) -s -j2 -f tests/c/Makefile OUT=build/harness/zig OPTIONS=-O3 CC="$(abspath $(PY)) -m ziglang cc -target aarch64-linux-musl" build/harness/zig/one_page
 	$(PY) tests/support/aarch64_budgets.py build/harness/zig/one_page $(addprefix --mca ,$(MCA))
 
+page-cycles: ## cycles of the attention kernels of LEVEL= on one page in L1, by rows (never beside another job)
+	@$(call harness,O3,-O3) build/harness/O3/page_cycles
+	@build/harness/O3/page_cycles $(or $(LEVEL),avx2)
+
 cross: $(VENV)/.tools ## the core and the extension compiled and linked by zig cc for aarch64-macos and aarch64-linux; not run
 	for target in aarch64-macos aarch64-linux-gnu; do \
 	  $(MAKE) -s -j2 -f tests/cross.mk TARGET=$$target PY=$(PY) ZIG="$(PY) -m ziglang" || exit 1; done
@@ -67,7 +71,7 @@ analyze: $(VENV)/.deps ## gcc -fanalyzer, clang-tidy and cppcheck over the core,
 mutants: ## 300 small changes of the core, of which the C harness must notice nine in ten
 	$(TOOLS) tests/mutants/mutants.py
 
-.PHONY: harness tsan valgrind msan aarch64 aarch64-budget cross analyze mutants
+.PHONY: harness tsan valgrind msan aarch64 aarch64-budget page-cycles cross analyze mutants
 
 coverage: $(VENV)/.tools ## lines and branches of the core that the C harness and the fuzz corpora reach (gcov)
 	$(PY) tests/support/coverage.py

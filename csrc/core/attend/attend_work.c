@@ -93,10 +93,11 @@ static kvc_side side_of(const kvc_work *w, const kvc_view *v, int key)
                : (kvc_side){v->value, 0, s->value_dim, v->page_size, at + v->layout.v, at + v->layout.v_meta};
 }
 
-/* Whether the side's shape fits the wide kernels. */
-static bool goes_wide(const kvc_side *side, int64_t n)
+/* Whether a wide kernel takes these rows of a page that holds `stored` tokens. */
+static bool goes_wide(const kvc_wide_kernels *wide, const kvc_side *side, int64_t stored, int64_t rows)
 {
-    return side->dim % KVC_WIDE_STEP == 0 && n % KVC_WIDE_STEP == 0;
+    return wide->qk[side->format] && rows >= wide->rows[side->format] && side->dim % KVC_WIDE_STEP == 0 &&
+           stored % KVC_WIDE_STEP == 0;
 }
 
 /* Scores of rows [r0, r0 + n) of a page with `stored` tokens. ready: an affine K was already prepared for an earlier
@@ -108,7 +109,7 @@ static void score(kvc_work *w, const kvc_side *key, kvc_query *query, int64_t st
     int64_t tiles = kvc_ceil_div(stored, KVC_TILE);
     kvc_qk_fn *own = kernels->qk[key->format];
     query->form = &query->forms[kvc_format_rotated(key->format)];
-    if (wide && wide->qk[key->format] && goes_wide(key, stored)) {
+    if (wide && goes_wide(wide, key, stored, n)) {
         wide->qk[key->format](&(kvc_qk_args){key->tiles, key->meta, query, r0, n, key->page_size, tiles, ahead, s, ld});
         return;
     }
@@ -142,7 +143,7 @@ static void add_values(kvc_work *w, const kvc_side *value, int64_t stored, const
     int f = value->format;
     float *o = w->o[kvc_format_rotated(f)] + r0 * Dv;
     kvc_pv_fn *own = kernels->pv[f];
-    if (wide && wide->pv[f] && goes_wide(value, stored)) {
+    if (wide && goes_wide(wide, value, stored, n)) {
         wide->pv[f](&(kvc_pv_args){value->tiles, value->meta, p, ld, n, Dv, value->page_size, stored, digits,
                                    r0 + n < w->rows ? 0 : ahead, o});
         return;
@@ -239,7 +240,7 @@ static kvc_digits digits_for(const kvc_work *w, bool coarse)
 
 /* Fast path for a full page that every row sees, which is the common case at decode: no masks, no accumulated
  * attention, no latents. */
-static void attend_whole(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
+static void attend_whole(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *wide, ptrdiff_t ahead)
 {
     static const uint64_t bits[][4] = {{~0ull, ~0ull, ~0ull, ~0ull},
                                        {~0ull, ~0ull, ~0ull, ~0ull},
@@ -247,16 +248,19 @@ static void attend_whole(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
                                        {~0ull, ~0ull, ~0ull, ~0ull}};
     _Static_assert(sizeof bits == KVC_ROWS * KVC_WORDS * sizeof **bits && KVC_WORDS == 4, "all that a row may see");
     const kvc_call *call = w->at.job->call;
-    int64_t Dv = kvc_out_dim(call);
+    int64_t Dv = kvc_out_dim(call), step = wide ? KVC_WIDE : KVC_ROWS;
     kvc_side key = side_of(w, v, 1), value = side_of(w, v, 0);
     clear_sums(w, kvc_format_rotated(v->value));
-    for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
-        int64_t n = kvc_min(KVC_ROWS, w->rows - r0);
-        float keep[KVC_ROWS], before[KVC_ROWS], *l = w->l + r0;
+    for (int64_t r0 = 0; r0 < w->rows; r0 += step) {
+        int64_t n = kvc_min(step, w->rows - r0);
+        float keep[KVC_WIDE], before[KVC_WIDE], *l = w->l + r0;
         bool coarse = w->query.coarse, moved = false;
-        score(w, &key, &w->query, v->n, NULL, r0, n, r0 ? 0 : ahead, r0 > 0, w->s, KVC_MAX_PAGE);
-        memcpy(before, l, sizeof before);
-        call->kernels->softmax(w->s, KVC_MAX_PAGE, n, v->n, bits, call->a->softcap, w->m + r0, l, keep);
+        score(w, &key, &w->query, v->n, wide, r0, n, r0 ? 0 : ahead, r0 > 0, w->s, KVC_MAX_PAGE);
+        for (int64_t r = 0; r < n; r += KVC_ROWS) {
+            memcpy(before + r, l + r, KVC_ROWS * sizeof *l);
+            call->kernels->softmax(w->s + r * KVC_MAX_PAGE, KVC_MAX_PAGE, kvc_min(KVC_ROWS, n - r), v->n, bits,
+                                   call->a->softcap, w->m + r0 + r, l + r, keep + r);
+        }
         for (int64_t r = 0; r < n; r++) {
             coarse &= l[r] - before[r] * keep[r] <= l[r] * COARSE_SHARE;
             moved |= keep[r] != 1;
@@ -266,7 +270,7 @@ static void attend_whole(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
             for (int space = 0; keep[r] != 1 && space < KVC_SPACES; space++)
                 if (w->summed[space]) scale_row(w->o[space] + (r0 + r) * Dv, Dv, keep[r]);
         }
-        add_values(w, &value, v->n, NULL, r0, n, digits_for(w, coarse), ahead, r0 > 0, w->s, KVC_MAX_PAGE);
+        add_values(w, &value, v->n, wide, r0, n, digits_for(w, coarse), ahead, r0 > 0, w->s, KVC_MAX_PAGE);
     }
     w->summed[kvc_format_rotated(v->value)] = true;
 }
@@ -275,7 +279,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
 {
     const kvc_job *job = w->at.job;
     const kvc_kernels *kernels = job->call->kernels;
-    const kvc_wide_kernels *wide = w->rows > KVC_ROWS ? kernels->wide : NULL;
+    const kvc_wide_kernels *wide = kernels->wide;
     int64_t Dv = kvc_out_dim(job->call), n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE, c = v->column;
     /* store weights for accumulated attention; fp32 if exact */
     bool keeps = w->kept.m, exact = keeps && kvc_format_is_raw(v->key);
@@ -284,8 +288,8 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
     int64_t sees[KVC_WIDE];
     uint64_t bits[KVC_WIDE][KVC_WORDS];
     bool ready = false, sets = false, all = kvc_all_seen(&w->at, v), latent = job->call->a->latent;
-    if (all && !keeps && !latent && !wide && v->n % 64 == 0) {
-        attend_whole(w, v, ahead);
+    if (all && !keeps && !latent && v->n % 64 == 0) {
+        attend_whole(w, v, wide, ahead);
         return;
     }
     kvc_side key = side_of(w, v, 1), value = side_of(w, v, 0);
@@ -362,7 +366,7 @@ static void lay_out_query(const kvc_call *call, kvc_query *query, int64_t rows, 
         f->lo = f->hi ? f->hi + rows * dim : NULL; /* NULL while the size is being computed */
         f->step = kvc_cut(block, used, rows);
         f->sum = (int32_t *)kvc_cut(block, used, rows);
-        f->one = (int8_t *)kvc_cut(block, used, rows * dim / 4);
+        f->one = (int8_t *)kvc_cut(block, used, kvc_max(rows, KVC_WIDE) * dim / 4); /* a tile of rows is read */
         f->one_sum = (int32_t *)kvc_cut(block, used, rows);
         f->low_sum = (int32_t *)kvc_cut(block, used, rows);
     }
@@ -385,8 +389,9 @@ int64_t kvc_work_lay_out(kvc_work *works, int64_t n, const kvc_job *job, float *
     const kvc_call *call = job->call;
     const kvc_store *s = &call->a->store;
     bool many = call->kernels->wide || (call->a->latent && call->kernels->panel);
-    int64_t step = many ? KVC_WIDE : KVC_ROWS, Dk = s->key_dim, Dv = s->value_dim, used = 0;
-    int64_t rows = kvc_ceil_div(job->block_tokens * job->group, step) * step;
+    int64_t rows = job->block_tokens * job->group, Dk = s->key_dim, Dv = s->value_dim, used = 0;
+    int64_t step = !many ? KVC_ROWS : call->kernels->wide && rows <= KVC_WIDE / 2 ? KVC_WIDE / 2 : KVC_WIDE;
+    rows = kvc_ceil_div(rows, step) * step;
     kvc_work *w = works;
     *w = (kvc_work){.at = {.job = job, .item = -1}, .query = {.dim = Dk}, .latent = {.query = {.dim = Dv}}};
     w->s = kvc_cut(block, &used, step * KVC_MAX_PAGE);

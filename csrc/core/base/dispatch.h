@@ -125,10 +125,11 @@ typedef void kvc_qk_affine_fn(const struct kvc_side *side, const kvc_affine *pag
 typedef void kvc_pv_affine_fn(const kvc_affine *page, const float *p, int64_t ld, int64_t rows, int64_t n,
                               kvc_digits digits, float *o);
 
-/* Kernels for more than KVC_ROWS query rows, up to KVC_WIDE, for the formats that have an entry, if dim and tokens are
- * multiples of KVC_WIDE_STEP. As kvc_qk_fn and kvc_pv_fn, except that q and o have KVC_WIDE rows, and those past `rows`
- * may be read and overwritten. A thread calls begin before and end after using them. */
+/* Kernels for up to KVC_WIDE query rows at once, for the formats that have an entry, if dim and tokens are multiples of
+ * KVC_WIDE_STEP. As kvc_qk_fn and kvc_pv_fn, except that q is padded to a multiple of KVC_WIDE rows, or to KVC_WIDE / 2 in
+ * a block of no more, and its padding may be read. A thread calls begin before and end after using them. */
 typedef struct kvc_wide_kernels {
+    int rows[KVC_FORMATS]; /* the number of rows from which on they are faster */
     void (*begin)(void), (*end)(void);
     kvc_qk_fn *qk[KVC_FORMATS];
     kvc_pv_fn *pv[KVC_FORMATS];

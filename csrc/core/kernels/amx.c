@@ -1,5 +1,5 @@
-/* amx.c - the amx level: avx512bf16, with AMX tiles where there are more query rows than a vector kernel takes at once
- * (chunks, groups of more than 4). Sapphire Rapids on. */
+/* amx.c - the amx level: avx512bf16, with AMX tiles from the number of query rows on at which they take less time.
+ * Sapphire Rapids on. */
 #include "levels.h"
 #ifdef KVC_HAS_AMX
 #include "amx.h"
@@ -38,7 +38,17 @@ static void begin(void)
 
 static void end(void) { kvc_amx_release(); }
 
-static const kvc_wide_kernels wide = {.begin = begin, .end = end, KVC_AMX_KERNELS(KVC_ENTRY, amx)};
+/* Rows: see amx_ints.c and amx_floats.c. */
+static const kvc_wide_kernels wide = {.begin = begin,
+                                      .end = end,
+                                      .rows = {[KVC_RAW_BF16] = 1,
+                                               [KVC_FP8_E4M3] = 2,
+                                               [KVC_FP8_E5M2] = 2,
+                                               [KVC_INT8] = 2,
+                                               [KVC_INT4] = 5,
+                                               [KVC_INT2] = 5,
+                                               [KVC_CAL2] = 5},
+                                      KVC_AMX_KERNELS(KVC_ENTRY, amx)};
 
 const kvc_kernels kvc_kernels_amx = {.name = "amx",
                                      .wide = &wide,

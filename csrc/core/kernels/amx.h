@@ -1,6 +1,12 @@
 /* amx.h - the tile registers of AMX: 8 of 16 rows of 64 bytes, in one configuration for all. A product adds to 16 x 16
- * numbers: A [16 rows][64 bytes], B [16 words][16 lanes], a word being 4 bytes (or 2 bf16) that meet 4 (2) of a row of A.
- * A K tile of 64 bytes a token, and 16 words of V of 16 dims, are such B as they lie.
+ * sums: A [16 rows][64 bytes], B [16 words][16 lanes]; a word has 4 bytes (or 2 bf16), which are multiplied by 4 (2) of a
+ * row of A. A K tile of 64 bytes a token, and 16 words of V of 16 dims, are such a B in the layout of pages.
+ *
+ * What q and the weights are split into (two limbs, or bf16 and what it leaves) are two matrices A, and sums of both are
+ * stored. A block of up to KVC_AMX_HALF query rows has both in one A, the second part KVC_AMX_HALF rows below the first.
+ *
+ * Measured on Granite Rapids, cycles: a product 17 (the 16 rows of another B have to be loaded; fewer rows of A save
+ * nothing), a load from L1 9, from L2 24, a store 17, which products hide but for 3.
  *
  * KVC_AMX_MODEL replaces the instructions by plain C after Intel's pseudocode (SDM vol. 2, TDPBSSD..., TDPBF16PS,
  * TILELOADD), for machines without them. */
@@ -15,7 +21,8 @@ KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,
 #endif
 #include "attend_kernels.h"
 
-#define KVC_AMX_BYTES 64 /* a row of a tile register */
+#define KVC_AMX_BYTES 64            /* a row of a tile register */
+#define KVC_AMX_HALF (KVC_WIDE / 2) /* rows */
 
 #ifdef KVC_AMX_MODEL
 void kvc_amx_load(int tile, const void *at, int64_t stride);
@@ -42,10 +49,10 @@ void kvc_amx_release(void);
 #define kvc_amx_release() _tile_release()
 #endif
 
-/* Prefetches `bytes` at `ahead` (0: nothing) from here. */
-static inline void kvc_amx_fetch(const uint8_t *at, int64_t bytes, ptrdiff_t ahead)
+/* Prefetches lines [first, first + n) of the page that lies `ahead` bytes from this one (0: nothing). */
+static inline void kvc_amx_fetch(const uint8_t *at, int64_t first, int64_t n, ptrdiff_t ahead)
 {
-    for (int64_t i = 0; i < bytes / KVC_AMX_BYTES; i++) kvc_prefetch(at, i, ahead);
+    for (int64_t i = first; i < first + n; i++) kvc_prefetch(at, i, ahead);
 }
 
 #endif

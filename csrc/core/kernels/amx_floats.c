@@ -1,17 +1,23 @@
 /* amx_floats.c - bf16 and fp8 pages against up to 16 query rows, on AMX tiles, by TDPBF16PS: q and p in one bf16, or two where
- * one is not exact, as on avx512bf16. Sums of V stay in o.
+ * one is not exact, as on avx512bf16.
  *
- *   16 rows, a page of 64 tokens, D = 128   TDPBF16PS (16 cycles)   vector instructions    vdpbf16ps that they replace
- *   K bf16 / fp8                            16 (32) / the same      128 / 900              4096 / 4096
- *   V bf16 / fp8                            16 (32) / the same      256 / 1000             4096 / 4096
- * Counted, not timed. fp8 becomes bf16 (exact) first, once for the 16 rows. */
+ * `make page-cycles LEVEL=amx` (avx512bf16) on Granite Rapids, cycles of a page, K / V, q and p in one bf16:
+ *
+ *   rows                         1             2             4             8             16
+ *   bf16, here            420 /  490    410 /  480    490 /  570    540 /  880    570 /  1210
+ *   bf16, avx512bf16      620 /  710   1150 / 1270   2210 / 2300   4460 / 4680   9050 /  9480
+ *   fp8, here              as avx512   1500 / 1730   1590 / 1720   1600 / 1900   1710 /  2310
+ *   fp8, avx512bf16      1380 / 1420   1990 / 2020   3060 / 3220   6210 / 6490  12330 / 13030
+ *
+ * A page of bf16 takes 32 products of 17 cycles. fp8 becomes bf16 (exact) first, 1100 cycles a side for all rows. */
 #include "levels.h"
 #ifdef KVC_HAS_AMX
 #include "amx.h"
 
 #include "avx512bf16.h"
 
-#define STEP (KVC_AMX_BYTES / 2) /* bf16 in a row of a tile register */
+#define TILES (KVC_WIDE_STEP / KVC_TILE) /* see amx_ints.c */
+#define STEP (KVC_AMX_BYTES / 2)         /* bf16 in a row of a tile register */
 
 /* n words of 4 codes to pairs of words of 2 bf16, `stride` lanes apart: those of the first two codes, of the last two. */
 INLINE void widen(int e5m2, const uint8_t *from, int64_t rows, int64_t stride, ptrdiff_t ahead, uint16_t *to)
@@ -32,32 +38,39 @@ INLINE void widen(int e5m2, const uint8_t *from, int64_t rows, int64_t stride, p
 /* FP8: 0: bf16; 1: e4m3; 2: e5m2. */
 INLINE void float_qk(int FP8, kvc_qk_args args)
 {
-    int64_t dim = args.query->dim, bytes = KVC_TILE * dim * (FP8 ? 1 : 2);
-    const uint16_t *half = args.query->forms[KVC_PLAIN].half + args.row0 * dim,
-                   *rest = args.query->forms[KVC_PLAIN].rest + args.row0 * dim;
-    _Alignas(64) uint16_t wide[KVC_TILE * KVC_MAX_DIM];
-    _Alignas(64) float sum[KVC_WIDE][KVC_TILE];
-    for (int64_t tile = 0; tile < args.n_tiles; tile++) {
-        const void *k = args.tiles + tile * bytes;
-        if (FP8)
-            widen(FP8 - 1, k, dim / 4, KVC_TILE, args.ahead, wide);
-        else
-            kvc_amx_fetch(k, bytes, args.ahead);
-        if (FP8) k = wide;
-        kvc_amx_zero(0);
-        for (int64_t d = 0; d < dim; d += STEP) {
-            kvc_amx_load(1, (const uint8_t *)k + d * KVC_TILE * 2, KVC_AMX_BYTES);
-            kvc_amx_load(2, half + d, dim * 2);
-            kvc_amx_bf16(0, 2, 1);
-            if (args.query->forms[KVC_PLAIN].whole) continue;
-            kvc_amx_load(3, rest + d, dim * 2);
-            kvc_amx_bf16(0, 3, 1);
+    const kvc_query_form *f = &args.query->forms[KVC_PLAIN];
+    int64_t dim = args.query->dim;
+    bool stacked = f->rest == f->half + KVC_AMX_HALF * dim;
+    const uint16_t *half = f->half + args.row0 * dim, *rest = f->rest + args.row0 * dim;
+    _Alignas(64) uint16_t wide[TILES * KVC_TILE * KVC_MAX_DIM];
+    _Alignas(64) float sum[TILES][KVC_WIDE][KVC_TILE];
+    for (int64_t tile = 0; tile < args.n_tiles; tile += TILES) {
+        const uint8_t *k = args.tiles + tile * KVC_TILE * dim * (FP8 ? 1 : 2);
+        for (int t = 0; FP8 && t < TILES; t++)
+            widen(FP8 - 1, k + t * KVC_TILE * dim, dim / 4, KVC_TILE, args.ahead, wide + t * KVC_TILE * dim);
+        if (FP8) k = (const uint8_t *)wide;
+        for (int t = 0; t < TILES; t++, k += KVC_TILE * dim * 2) {
+            kvc_amx_zero(0);
+            for (int64_t d = 0; d < dim; d += STEP) {
+                kvc_amx_load(6, k + d * KVC_TILE * 2, KVC_AMX_BYTES);
+                if (!FP8) kvc_amx_fetch(k, d / 2, KVC_TILE, args.ahead);
+                kvc_amx_load(2, half + d, dim * 2);
+                kvc_amx_bf16(0, 2, 6);
+                if (f->whole || stacked) continue;
+                kvc_amx_load(3, rest + d, dim * 2);
+                kvc_amx_bf16(0, 3, 6);
+            }
+            kvc_amx_store(0, sum[t], KVC_AMX_BYTES);
         }
-        kvc_amx_store(0, sum, KVC_AMX_BYTES);
-        __m512 unit = _mm512_set1_ps(args.query->forms[KVC_PLAIN].unit);
-        if (FP8) unit = _mm512_mul_ps(unit, kvc_scales(args.meta, tile * KVC_TILE));
-        for (int64_t r = 0; r < args.rows; r++)
-            _mm512_storeu_ps(args.s + r * args.ld + tile * KVC_TILE, _mm512_mul_ps(_mm512_load_ps(sum[r]), unit));
+        for (int t = 0; t < TILES; t++) {
+            __m512 unit = _mm512_set1_ps(f->unit);
+            if (FP8) unit = _mm512_mul_ps(unit, kvc_scales(args.meta, (tile + t) * KVC_TILE));
+            for (int64_t r = 0; r < args.rows; r++) {
+                __m512 x = _mm512_load_ps(sum[t][r]);
+                if (stacked && !f->whole) x = _mm512_add_ps(x, _mm512_load_ps(sum[t][r + KVC_AMX_HALF]));
+                _mm512_storeu_ps(args.s + r * args.ld + (tile + t) * KVC_TILE, _mm512_mul_ps(x, unit));
+            }
+        }
     }
 }
 void kvc_amx_qk_raw_bf16(const kvc_qk_args *args) { float_qk(0, *args); }
@@ -66,33 +79,47 @@ void kvc_amx_qk_fp8_e5m2(const kvc_qk_args *args) { float_qk(2, *args); }
 
 INLINE void float_pv(int FP8, kvc_pv_args args)
 {
-    _Alignas(64) uint16_t half[KVC_WIDE][KVC_WIDE_STEP] = {0}, rest[KVC_WIDE][KVC_WIDE_STEP] = {0};
+    bool stacked = args.rows <= KVC_AMX_HALF, exact = args.digits == KVC_P_EXACT, twice = exact && !stacked;
+    _Alignas(64) uint16_t parts[2 * KVC_WIDE][KVC_WIDE_STEP];
     _Alignas(64) uint16_t wide[KVC_WIDE_STEP * KVC_MAX_DIM];
+    _Alignas(64) float sum[TILES][KVC_WIDE][KVC_TILE];
+    uint16_t (*half)[KVC_WIDE_STEP] = parts, (*rest)[KVC_WIDE_STEP] = parts + (stacked ? KVC_AMX_HALF : KVC_WIDE);
     for (int64_t t = 0; t < args.n; t += KVC_WIDE_STEP) {
-        const void *v = args.tiles + t * args.dim * (FP8 ? 1 : 2);
+        const uint8_t *v = args.tiles + t * args.dim * (FP8 ? 1 : 2);
+        if (FP8) widen(FP8 - 1, v, KVC_WIDE_STEP / 4, args.dim, args.ahead, wide);
         for (int64_t r = 0; r < args.rows; r++)
             for (int64_t i = 0; i < KVC_WIDE_STEP; i += KVC_TILE)
                 bf16_split(args.p + r * args.ld, FP8 ? args.meta : NULL, t + i, args.n, half[r] + i, rest[r] + i);
-        if (FP8)
-            widen(FP8 - 1, v, KVC_WIDE_STEP / 4, args.dim, args.ahead, wide);
-        else
-            kvc_amx_fetch(v, KVC_WIDE_STEP * args.dim * 2, args.ahead);
-        if (FP8) v = wide;
+        if (FP8) v = (const uint8_t *)wide;
         kvc_amx_load(2, half[0], KVC_AMX_BYTES * 2);
         kvc_amx_load(3, half[0] + STEP, KVC_AMX_BYTES * 2);
-        kvc_amx_load(4, rest[0], KVC_AMX_BYTES * 2);
-        kvc_amx_load(5, rest[0] + STEP, KVC_AMX_BYTES * 2);
-        for (int64_t d = 0; d < args.dim; d += KVC_TILE) {
-            kvc_amx_load(0, args.o + d, args.dim * 4);
-            kvc_amx_load(6, (const uint8_t *)v + d * 4, args.dim * 4);
-            kvc_amx_load(7, (const uint8_t *)v + (STEP / 2 * args.dim + d) * 4, args.dim * 4);
-            kvc_amx_bf16(0, 2, 6);
-            kvc_amx_bf16(0, 3, 7);
-            if (args.digits == KVC_P_EXACT) {
-                kvc_amx_bf16(0, 4, 6);
-                kvc_amx_bf16(0, 5, 7);
+        if (twice) {
+            kvc_amx_load(4, rest[0], KVC_AMX_BYTES * 2);
+            kvc_amx_load(5, rest[0] + STEP, KVC_AMX_BYTES * 2);
+        }
+        for (int64_t d0 = 0; d0 < args.dim; d0 += TILES * KVC_TILE) {
+            for (int i = 0; i < TILES; i++) {
+                int64_t d = d0 + i * KVC_TILE;
+                kvc_amx_zero(0);
+                kvc_amx_load(6, v + d * 4, args.dim * 4);
+                if (!FP8) kvc_amx_fetch(v, 2 * d, KVC_TILE, args.ahead);
+                kvc_amx_load(7, v + (STEP / 2 * args.dim + d) * 4, args.dim * 4);
+                if (!FP8) kvc_amx_fetch(v, 2 * d + KVC_TILE, KVC_TILE, args.ahead);
+                kvc_amx_bf16(0, 2, 6);
+                kvc_amx_bf16(0, 3, 7);
+                if (twice) {
+                    kvc_amx_bf16(0, 4, 6);
+                    kvc_amx_bf16(0, 5, 7);
+                }
+                kvc_amx_store(0, sum[i], KVC_AMX_BYTES);
             }
-            kvc_amx_store(0, args.o + d, args.dim * 4);
+            for (int64_t r = 0; r < args.rows; r++)
+                for (int i = 0; i < TILES; i++) {
+                    float *o = args.o + r * args.dim + d0 + i * KVC_TILE;
+                    __m512 x = _mm512_add_ps(_mm512_loadu_ps(o), _mm512_load_ps(sum[i][r]));
+                    if (stacked && exact) x = _mm512_add_ps(x, _mm512_load_ps(sum[i][r + KVC_AMX_HALF]));
+                    _mm512_storeu_ps(o, x);
+                }
         }
     }
 }

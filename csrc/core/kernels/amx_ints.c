@@ -1,33 +1,49 @@
 /* amx_ints.c - integer pages against up to 16 query rows, on AMX tiles: exact, the same digits as on avx512.
  *
- *   16 rows, a page of 64 tokens, D = 128   TDPB*UD (16 cycles)     vector instructions      vpdpbusd that they replace
- *   K int8 / int4, int2 (one limb)          16 / 16 (8)             512 / 700                2048 / 2048 (1024)
- *   V int8 / int4, int2 (coarse)            16 / 16 (8)             1200 / 1350              2048 / 2048 (1024)
- * Counted, not timed. Sums go to memory and become floats there: with one page's tokens to a product of V, that costs
- * more than the product. Planes are unpacked to bytes first, once for the 16 rows. */
+ * `make page-cycles LEVEL=amx` (avx512bf16) on Granite Rapids, cycles of a page, K / V:
+ *
+ *   rows                   2             4             8            16
+ *   int8, here      300 /  510    350 /  610    440 /  920    850 / 1860
+ *   int8, avx512    380 /  540    770 /  990   1580 / 2020   3130 / 4190
+ *   int4, here        as avx512     as avx512   720 /  910   1060 / 1530
+ *   int4, avx512    360 /  410    570 /  690   1140 / 1380   2340 / 2840
+ *
+ * A page takes 16 products of 17 cycles; most of the rest is reading sums back, which go to memory and become floats there,
+ * and unpacking planes to bytes, which 16 rows share. */
 #include "levels.h"
 #ifdef KVC_HAS_AMX
 #include "amx.h"
 
 #include "avx512_ints.h"
 
-/* A sum of two limbs; of one, `low` is not read. */
-INLINE __m512i joined(const int32_t *high, const int32_t *low, bool two)
+/* Tiles whose products are made before their sums are read: loads wait until a store to the same bytes has retired, so that
+ * one by one each tile would wait for the last. */
+#define TILES (KVC_WIDE_STEP / KVC_TILE)
+
+/* The sums of a product with both limbs of q (or p), by row: of a block of few rows the second limb's lie below. */
+typedef struct limb_sums {
+    _Alignas(64) int32_t high[KVC_WIDE][KVC_TILE], low[KVC_WIDE][KVC_TILE];
+} limb_sums;
+
+INLINE __m512i joined(const limb_sums *sums, int64_t row, bool two, bool stacked)
 {
-    __m512i x = _mm512_load_si512(high);
+    __m512i x = _mm512_load_si512(sums->high[row]);
+    const int32_t *low = stacked ? sums->high[row + KVC_AMX_HALF] : sums->low[row];
     return two ? _mm512_add_epi32(_mm512_slli_epi32(x, 7), _mm512_load_si512(low)) : x;
 }
 
 /* ---------------------------------------------------------------- K */
 
-/* A K tile's planes to the words of an int8 tile. */
-INLINE void unpack_key(int BITS, const uint8_t *tile, int64_t dim, uint8_t *to)
+/* Planes of TILES K tiles to the words of int8 tiles. */
+INLINE void unpack_keys(int BITS, const uint8_t *tiles, int64_t dim, ptrdiff_t ahead, uint8_t *to)
 {
     int64_t period = dim * BITS / 8;
-    for (int64_t j = 0; j < period; j += 4) {
-        kvc_words w = kvc_load_words(BITS, tile, dim, j * KVC_TILE);
-        EACH (p, 8 / BITS) _mm512_store_si512(to + (p * period + j) * KVC_TILE, kvc_plane(BITS, p, w));
-    }
+    for (int t = 0; t < TILES; t++, tiles += period * KVC_TILE, to += dim * KVC_TILE)
+        for (int64_t j = 0; j < period; j += 4) {
+            kvc_words w = kvc_load_words(BITS, tiles, dim, j * KVC_TILE);
+            kvc_prefetch(tiles, j / 4, ahead);
+            EACH (p, 8 / BITS) _mm512_store_si512(to + (p * period + j) * KVC_TILE, kvc_plane(BITS, p, w));
+        }
 }
 
 INLINE void centres(const uint8_t *centroid, const kvc_query *query, int64_t row0, int64_t rows, float *to)
@@ -37,44 +53,75 @@ INLINE void centres(const uint8_t *centroid, const kvc_query *query, int64_t row
     for (; r < rows; r++) kvc_dot_centroid(1, centroid, query, row0 + r, to + r);
 }
 
+/* sums of a K tile of bytes with limbs hi and lo (NULL: none, or below hi). */
+INLINE void key_products(int BITS, const uint8_t *k, const int8_t *hi, const int8_t *lo, int64_t dim, ptrdiff_t ahead,
+                         limb_sums *sums)
+{
+    kvc_amx_zero(0);
+    if (lo) kvc_amx_zero(1);
+    for (int64_t d = 0; d < dim; d += KVC_AMX_BYTES) {
+        kvc_amx_load(6, k + d * KVC_TILE, KVC_AMX_BYTES);
+        if (BITS == 8) kvc_amx_fetch(k, d * KVC_TILE / KVC_AMX_BYTES, KVC_TILE, ahead);
+        kvc_amx_load(2, hi + d, dim);
+        kvc_amx_bytes(0, 2, 6, true);
+        if (!lo) continue;
+        kvc_amx_load(3, lo + d, dim);
+        kvc_amx_bytes(1, 3, 6, true);
+    }
+    kvc_amx_store(0, sums->high, KVC_AMX_BYTES);
+    if (lo) kvc_amx_store(1, sums->low, KVC_AMX_BYTES);
+}
+
+/* The same of 128 dims, whose q stays in registers 2 and 3. */
+INLINE void key_products_of_128(int BITS, const uint8_t *k, ptrdiff_t ahead, limb_sums *sums)
+{
+    kvc_amx_zero(0);
+    kvc_amx_load(6, k, KVC_AMX_BYTES);
+    if (BITS == 8) kvc_amx_fetch(k, 0, KVC_TILE, ahead);
+    kvc_amx_bytes(0, 2, 6, true);
+    kvc_amx_load(7, k + KVC_AMX_BYTES * KVC_TILE, KVC_AMX_BYTES);
+    if (BITS == 8) kvc_amx_fetch(k, KVC_TILE, KVC_TILE, ahead);
+    kvc_amx_bytes(0, 3, 7, true);
+    kvc_amx_store(0, sums->high, KVC_AMX_BYTES);
+}
+
 INLINE void int_qk(int BITS, kvc_qk_args args)
 {
     const kvc_query_form *f = args.query->form;
-    int64_t dim = args.query->dim, bytes = KVC_TILE * dim * BITS / 8;
+    int64_t dim = args.query->dim;
     bool two = BITS == 8 || !kvc_one_limb(BITS, KVC_NOISE, args.meta, args.query, args.row0, args.rows, args.n_tiles);
-    const int8_t *hi = (two ? f->hi : f->one) + args.row0 * dim, *lo = f->lo + args.row0 * dim;
+    bool stacked = f->lo == f->hi + KVC_AMX_HALF * dim, once = dim == 128 && (stacked || !two);
+    const int8_t *hi = (two ? f->hi : f->one) + args.row0 * dim, *lo = two && !stacked ? f->lo + args.row0 * dim : NULL;
     const int32_t *sum = (two ? f->sum : f->one_sum) + args.row0;
-    _Alignas(64) uint8_t codes[KVC_TILE * KVC_MAX_DIM];
-    _Alignas(64) int32_t high[KVC_WIDE][KVC_TILE], low[KVC_WIDE][KVC_TILE];
+    _Alignas(64) uint8_t codes[TILES * KVC_TILE * KVC_MAX_DIM];
+    limb_sums sums[TILES];
     float centre[KVC_WIDE];
     if (BITS < 8) centres(args.meta + 2 * args.page_size, args.query, args.row0, args.rows, centre);
-    for (int64_t tile = 0; tile < args.n_tiles; tile++) {
-        const uint8_t *k = args.tiles + tile * bytes;
-        kvc_amx_fetch(k, bytes, args.ahead);
-        if (BITS < 8) unpack_key(BITS, k, dim, codes);
+    if (once) {
+        kvc_amx_load(2, hi, dim);
+        kvc_amx_load(3, hi + KVC_AMX_BYTES, dim);
+    }
+    for (int64_t tile = 0; tile < args.n_tiles; tile += TILES) {
+        const uint8_t *k = args.tiles + tile * KVC_TILE * dim * BITS / 8;
+        if (BITS < 8) unpack_keys(BITS, k, dim, args.ahead, codes);
         if (BITS < 8) k = codes;
-        kvc_amx_zero(0);
-        kvc_amx_zero(1);
-        for (int64_t d = 0; d < dim; d += KVC_AMX_BYTES) {
-            kvc_amx_load(2, k + d * KVC_TILE, KVC_AMX_BYTES);
-            kvc_amx_load(3, hi + d, dim);
-            kvc_amx_bytes(0, 3, 2, true);
-            if (!two) continue;
-            kvc_amx_load(4, lo + d, dim);
-            kvc_amx_bytes(1, 4, 2, true);
-        }
-        kvc_amx_store(0, high, KVC_AMX_BYTES);
-        if (two) kvc_amx_store(1, low, KVC_AMX_BYTES);
-        __m512 scale = kvc_scales(args.meta, tile * KVC_TILE), x;
-        for (int64_t r = 0; r < args.rows; r++) {
-            __m512i dot = joined(high[r], low[r], two);
-            float step = f->step[args.row0 + r];
-            if (BITS == 8)
-                x = kvc_int8_score(dot, scale, step, sum[r]);
+        for (int t = 0; t < TILES; t++, k += KVC_TILE * dim)
+            if (once)
+                key_products_of_128(BITS, k, args.ahead, &sums[t]);
             else
-                x = two ? kvc_mid_score(BITS, 2, dot, scale, step, sum[r], centre[r])
-                        : kvc_mid_score(BITS, 1, dot, scale, step, sum[r], centre[r]);
-            _mm512_storeu_ps(args.s + r * args.ld + tile * KVC_TILE, x);
+                key_products(BITS, k, hi, lo, dim, args.ahead, &sums[t]);
+        for (int t = 0; t < TILES; t++) {
+            __m512 scale = kvc_scales(args.meta, (tile + t) * KVC_TILE), x;
+            for (int64_t r = 0; r < args.rows; r++) {
+                __m512i dot = joined(&sums[t], r, two, stacked);
+                float step = f->step[args.row0 + r];
+                if (BITS == 8)
+                    x = kvc_int8_score(dot, scale, step, sum[r]);
+                else
+                    x = two ? kvc_mid_score(BITS, 2, dot, scale, step, sum[r], centre[r])
+                            : kvc_mid_score(BITS, 1, dot, scale, step, sum[r], centre[r]);
+                _mm512_storeu_ps(args.s + r * args.ld + (tile + t) * KVC_TILE, x);
+            }
         }
     }
 }
@@ -85,12 +132,14 @@ void kvc_amx_qk_int2(const kvc_qk_args *args) { int_qk(2, *args); }
 /* ---------------------------------------------------------------- V */
 
 /* V tiles of KVC_WIDE_STEP tokens to the words of int8 tiles. */
-INLINE void unpack_value(int BITS, const uint8_t *tiles, int64_t dim, uint8_t *to)
+INLINE void unpack_value(int BITS, const uint8_t *tiles, int64_t dim, ptrdiff_t ahead, uint8_t *to)
 {
+    int64_t line = 0;
     for (int64_t t = 0; t < KVC_WIDE_STEP; t += KVC_TILE)
         for (int64_t s = 0; s < BITS / 2; s++)
             for (int64_t d = 0; d < dim; d += KVC_TILE) {
                 kvc_words w = kvc_load_words(BITS, tiles + t * dim * BITS / 8, dim, (s * dim + d) * 4);
+                kvc_prefetch(tiles, line++, ahead);
                 EACH (p, 8 / BITS) {
                     int64_t token = t + 4 * s + 2 * BITS * p;
                     _mm512_store_si512(to + token * dim + d * 4, kvc_plane(BITS, p, w));
@@ -100,32 +149,38 @@ INLINE void unpack_value(int BITS, const uint8_t *tiles, int64_t dim, uint8_t *t
 
 INLINE void int_pv(int BITS, kvc_pv_args args)
 {
-    bool two = BITS == 8 || args.digits != KVC_P_BYTE;
-    _Alignas(64) uint8_t hi[KVC_WIDE][KVC_WIDE_STEP] = {0}, lo[KVC_WIDE][KVC_WIDE_STEP] = {0};
+    bool two = BITS == 8 || args.digits != KVC_P_BYTE, stacked = args.rows <= KVC_AMX_HALF, twice = two && !stacked;
+    _Alignas(64) uint8_t digits[2 * KVC_WIDE][KVC_WIDE_STEP];
     _Alignas(64) uint8_t codes[KVC_WIDE_STEP * KVC_MAX_DIM];
-    _Alignas(64) int32_t high[KVC_WIDE][KVC_TILE], low[KVC_WIDE][KVC_TILE];
+    uint8_t (*hi)[KVC_WIDE_STEP] = digits, (*lo)[KVC_WIDE_STEP] = digits + (stacked ? KVC_AMX_HALF : KVC_WIDE);
+    limb_sums sums[TILES];
     int32_t sum[KVC_WIDE];
     float step[KVC_WIDE];
     for (int64_t t = 0; t < args.n; t += KVC_WIDE_STEP) {
         const uint8_t *v = args.tiles + t * args.dim * BITS / 8;
-        kvc_amx_fetch(v, KVC_WIDE_STEP * args.dim * BITS / 8, args.ahead);
+        if (BITS < 8) unpack_value(BITS, v, args.dim, args.ahead, codes);
         for (int64_t r = 0; r < args.rows; r += 4)
             weigh(args.p + r * args.ld + t, args.ld, args.rows - r, args.meta + 2 * t, KVC_WIDE_STEP, !two,
                   (digits_of){hi[r], lo[r], KVC_WIDE_STEP, step + r, sum + r});
-        if (BITS < 8) unpack_value(BITS, v, args.dim, codes);
         if (BITS < 8) v = codes;
-        kvc_amx_load(3, hi, KVC_AMX_BYTES);
-        if (two) kvc_amx_load(4, lo, KVC_AMX_BYTES);
-        for (int64_t d = 0; d < args.dim; d += KVC_TILE) {
-            kvc_amx_zero(0);
-            kvc_amx_zero(1);
-            kvc_amx_load(2, v + d * 4, args.dim * 4);
-            kvc_amx_bytes(0, 3, 2, false);
-            if (two) kvc_amx_bytes(1, 4, 2, false);
-            kvc_amx_store(0, high, KVC_AMX_BYTES);
-            if (two) kvc_amx_store(1, low, KVC_AMX_BYTES);
+        kvc_amx_load(2, hi, KVC_AMX_BYTES);
+        if (twice) kvc_amx_load(3, lo, KVC_AMX_BYTES);
+        for (int64_t d0 = 0; d0 < args.dim; d0 += TILES * KVC_TILE) {
+            for (int i = 0; i < TILES; i++) {
+                int64_t d = d0 + i * KVC_TILE;
+                kvc_amx_zero(0);
+                if (twice) kvc_amx_zero(1);
+                kvc_amx_load(6, v + d * 4, args.dim * 4);
+                if (BITS == 8) kvc_amx_fetch(v, d, KVC_TILE, args.ahead);
+                kvc_amx_bytes(0, 2, 6, false);
+                if (twice) kvc_amx_bytes(1, 3, 6, false);
+                kvc_amx_store(0, sums[i].high, KVC_AMX_BYTES);
+                if (twice) kvc_amx_store(1, sums[i].low, KVC_AMX_BYTES);
+            }
             for (int64_t r = 0; r < args.rows; r++)
-                kvc_add_codes(BITS, joined(high[r], low[r], two), step[r], sum[r], args.o + r * args.dim + d);
+                for (int i = 0; i < TILES; i++)
+                    kvc_add_codes(BITS, joined(&sums[i], r, two, stacked), step[r], sum[r],
+                                  args.o + r * args.dim + d0 + i * KVC_TILE);
         }
     }
 }

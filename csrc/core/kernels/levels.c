@@ -8,7 +8,7 @@ static bool always(void) { return true; }
 
 /* By CPUID, and XGETBV for the registers that the system saves: not every compiler's library fills in what
  * __builtin_cpu_supports reads (zig's does not). */
-enum { EAX, EBX, ECX, EDX, YMM = 0x6, ZMM = 0xe6 };
+enum { EAX, EBX, ECX, EDX, YMM = 0x6, ZMM = 0xe6, TILES = 0x60000 };
 static const struct {
     const char *name;
     unsigned leaf, subleaf, reg, bit, saved;
@@ -24,6 +24,8 @@ static const struct {
     {"avx512vbmi", 7, 0, ECX, bit_AVX512VBMI, ZMM},
     {"avx512bf16", 7, 1, EAX, bit_AVX512BF16, ZMM},
     {"avxvnni", 7, 1, EAX, 1u << 4, YMM},
+    {"amxbf16", 7, 0, EDX, 1u << 22, TILES},
+    {"amxint8", 7, 0, EDX, 1u << 25, TILES},
 };
 
 const char *kvc_cpu_feature(int i, bool *there)
