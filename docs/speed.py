@@ -10,7 +10,12 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 REFERENCE = "amd-epyc-family-25"  # the machine that the tables are of
-NAMES = {"amd-epyc-family-25": "Zen 4", "amd-epyc-family-26": "Zen 5"}  # the others are called by their file
+NAMES = {
+    "amd-epyc-family-25": "Zen 4",
+    "amd-epyc-family-26": "Zen 5",
+    # By its caches (64 KB of L1I, 480 MB of L3): the host hides brand and model.
+    "intel-r-xeon-r-processor-family-6-model-167": "Granite Rapids",
+}  # the others are called by their file
 HEAD = """# Speed of attention on a CPU
 Made by `make docs` from the results of `make bench` and `make bench-peers`, on an {cpu} ({name}, {isa}), {threads}
 threads, 8 KV heads of 128 dims, pages of 64 tokens, bf16 queries. Medians of {rounds} calls. Before each call a plain
