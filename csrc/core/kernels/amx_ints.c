@@ -53,7 +53,7 @@ INLINE void centres(const uint8_t *centroid, const kvc_query *query, int64_t row
     for (; r < rows; r++) kvc_dot_centroid(1, centroid, query, row0 + r, to + r);
 }
 
-/* sums of a K tile of bytes with limbs hi and lo (NULL: none, or below hi). */
+/* The sums of a K tile of bytes with limbs hi and lo of q. lo is NULL if there is none, or if it follows hi in one tile. */
 INLINE void key_products(int BITS, const uint8_t *k, const int8_t *hi, const int8_t *lo, int64_t dim, ptrdiff_t ahead,
                          limb_sums *sums)
 {
@@ -72,44 +72,23 @@ INLINE void key_products(int BITS, const uint8_t *k, const int8_t *hi, const int
     if (lo) kvc_amx_store(1, sums->low, KVC_AMX_BYTES);
 }
 
-/* The same of 128 dims, whose q stays in registers 2 and 3. */
-INLINE void key_products_of_128(int BITS, const uint8_t *k, ptrdiff_t ahead, limb_sums *sums)
-{
-    kvc_amx_zero(0);
-    kvc_amx_load(6, k, KVC_AMX_BYTES);
-    if (BITS == 8) kvc_amx_fetch(k, 0, KVC_TILE, ahead);
-    kvc_amx_bytes(0, 2, 6, true);
-    kvc_amx_load(7, k + KVC_AMX_BYTES * KVC_TILE, KVC_AMX_BYTES);
-    if (BITS == 8) kvc_amx_fetch(k, KVC_TILE, KVC_TILE, ahead);
-    kvc_amx_bytes(0, 3, 7, true);
-    kvc_amx_store(0, sums->high, KVC_AMX_BYTES);
-}
-
 INLINE void int_qk(int BITS, kvc_qk_args args)
 {
     const kvc_query_form *f = args.query->form;
     int64_t dim = args.query->dim;
     bool two = BITS == 8 || !kvc_one_limb(BITS, KVC_NOISE, args.meta, args.query, args.row0, args.rows, args.n_tiles);
-    bool stacked = f->lo == f->hi + KVC_AMX_HALF * dim, once = dim == 128 && (stacked || !two);
+    bool stacked = f->lo == f->hi + KVC_AMX_HALF * dim;
     const int8_t *hi = (two ? f->hi : f->one) + args.row0 * dim, *lo = two && !stacked ? f->lo + args.row0 * dim : NULL;
     const int32_t *sum = (two ? f->sum : f->one_sum) + args.row0;
     _Alignas(64) uint8_t codes[TILES * KVC_TILE * KVC_MAX_DIM];
     limb_sums sums[TILES];
     float centre[KVC_WIDE];
     if (BITS < 8) centres(args.meta + 2 * args.page_size, args.query, args.row0, args.rows, centre);
-    if (once) {
-        kvc_amx_load(2, hi, dim);
-        kvc_amx_load(3, hi + KVC_AMX_BYTES, dim);
-    }
     for (int64_t tile = 0; tile < args.n_tiles; tile += TILES) {
         const uint8_t *k = args.tiles + tile * KVC_TILE * dim * BITS / 8;
         if (BITS < 8) unpack_keys(BITS, k, dim, args.ahead, codes);
         if (BITS < 8) k = codes;
-        for (int t = 0; t < TILES; t++, k += KVC_TILE * dim)
-            if (once)
-                key_products_of_128(BITS, k, args.ahead, &sums[t]);
-            else
-                key_products(BITS, k, hi, lo, dim, args.ahead, &sums[t]);
+        for (int t = 0; t < TILES; t++, k += KVC_TILE * dim) key_products(BITS, k, hi, lo, dim, args.ahead, &sums[t]);
         for (int t = 0; t < TILES; t++) {
             __m512 scale = kvc_scales(args.meta, (tile + t) * KVC_TILE), x;
             for (int64_t r = 0; r < args.rows; r++) {
