@@ -9,7 +9,10 @@ it is done, next to those of other runs, so that short runs add up. Files of the
                                                            rehearsal.json
 
 A step that exceeds --limit, or whose tool is missing, is reported as such. Exit status: 0 if all requested steps
-passed. steps:"""
+passed.
+
+steps:
+"""
 
 from __future__ import annotations
 
