@@ -20,8 +20,10 @@ import torch
 from common import results, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 
 from kvcompress import PagedKV, formats, ops, sdpa
+from kvcompress.cuda_graph import CUDAGraphLayer, steps
 
 NAMES = (
     ("raw", "raw"),
@@ -192,7 +194,7 @@ def cell(S: int, B: int, D: int, T: int, rounds: int) -> list[dict]:
         rows.append({**at, "name": name, "us": 1e6 * t, "p10_us": 1e6 * tenths[0], "p90_us": 1e6 * tenths[-1],
                      "GB/s": made[name][1] / t / 1e9, "of read": made[name][1] / t / limit,
                      "TFLOP/s": 4 * B * G * H * T * S * D / t / 1e12, "vs best peer": t / min(peers)})  # fmt: skip
-    rows += layers(S, D, T, rounds) if T > 1 else []
+    rows += layers(S, D, T, rounds) if T > 1 else steps_of_layers(S, B, D)
     ops.check("cuda")
     return rows + failed
 
@@ -229,6 +231,57 @@ def layers(S: int, D: int, T: int, rounds: int) -> list[dict]:
                          "TFLOP/s": 4 * G * H * T * (S + T / 2) * D / t / 1e12})  # fmt: skip
     finally:
         switch(*ways["torch"])
+    return rows
+
+
+def step_us(name: str, S: int, B: int, D: int, weights: list[torch.Tensor], stream: torch.cuda.Stream) -> list[float]:
+    """Of the attention kernel of a captured decode step of some layers with S - 40 tokens, a matrix product before
+    each."""
+    x = torch.randn(1, 4096, dtype=torch.bfloat16, device="cuda")
+    one = [torch.randn(B, h, 1, D, dtype=torch.bfloat16, device="cuda") for h in (G * H, H, H)]
+    captured = []
+    for _ in weights:
+        kv = PagedKV(H, D, key=name, batch=B, dtype=torch.bfloat16, device="cuda")
+        kv.append(*(torch.randn(B, H, S - 40, D, dtype=torch.bfloat16, device="cuda") for _ in range(2)))
+        captured.append(CUDAGraphLayer(kv, S + 64))
+
+    def run() -> None:
+        for weight, layer in zip(weights, captured, strict=True):
+            x @ weight
+            layer.attend(*one)
+
+    graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        with steps(captured):
+            run()
+        with steps(captured):
+            with torch.cuda.graph(graph, stream=stream):
+                run()
+            graph.replay()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(10):
+                with steps(captured):
+                    graph.replay()
+            torch.cuda.synchronize()
+    return [event.device_time for event in found.events() if "kvc_attend" in event.name]
+
+
+def steps_of_layers(S: int, B: int, D: int) -> list[dict]:
+    """The attention kernel of a decode step as in a model: with sinks, an open page and the new token, behind other
+    work, which leaves neither pages nor the kernel's code in caches."""
+    weights = [torch.randn(4096, 28672, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    stream, rows = torch.cuda.Stream(), []
+    for name in [k for k, v in NAMES if k == v]:
+        row = {"S": S, "B": B, "D": D, "T": 1, "name": f"{name} layer"}
+        try:
+            us = step_us(name, S, B, D, weights, stream)
+        except RuntimeError as error:  # out of memory: recorded
+            rows.append({**row, "error": str(error).splitlines()[0]})
+            continue
+        tenths = statistics.quantiles(us, n=10, method="inclusive")
+        rows.append({**row, "us": statistics.median(us), "p10_us": tenths[0], "p90_us": tenths[-1]})
+        torch.cuda.empty_cache()
     return rows
 
 

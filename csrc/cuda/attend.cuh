@@ -15,10 +15,11 @@
 #include "pipeline.cuh"
 #include "token.cuh"
 
-KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, int dims)
+KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, int64_t pipe, int dims)
 {
-    return (int64_t)((sizeof(kvc_attend_room) + 127) / 128 * 128) + rows / 8 * kvc_query_bytes(forms, dims) +
-           (staged ? KVC_WARPS * kvc_stage_bytes(dims) : 0);
+    int64_t sums = (int64_t)sizeof(float) * KVC_WARPS * 8 * kvc_sums_row(dims);
+    int64_t bytes = rows / 8 * kvc_query_bytes(forms, dims) + KVC_WARPS * (staged ? kvc_stage_bytes(dims) : pipe);
+    return (int64_t)((sizeof(kvc_attend_room) + 127) / 128 * 128) + (bytes > sums ? bytes : sums);
 }
 
 /* Kernels are instantiated for sets of kinds, because code for fewer kinds uses fewer registers. The first set that
@@ -189,24 +190,33 @@ KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const 
     }
 }
 
-/* Determines what the block works on, and its row. Done by one of its warps; blocks of a multiprocessor use different
- * ones. */
-KVC_DEVICE void kvc_attend_begin(const kvc_call *call, kvc_attend_room *room)
+/* First column of the warps' `part`. If it has sinks, it comes last (*sinks), which saves one rotation of the sums. */
+KVC_DEVICE int kvc_start(const kvc_place *place, int part, int *sinks)
 {
-    if (kvc_warp() == (kvc_block_x() & (KVC_WARPS - 1))) {
-        kvc_place place = kvc_place_of(call);
-        if (place.b >= 0) {
-            kvc_row row = kvc_row_begin(call, place.b, place.h);
-            uint32_t columns = (uint32_t)kvc_row_columns(call, &row), runs = (uint32_t)call->runs, run = place.run;
-            uint32_t each = columns / runs, left = columns - each * runs;
-            place.begin = (int)(each * run + (run < left ? run : left));
-            place.end = place.begin + (int)(each + (run < left));
-            place.share = KVC_WARPS * 8 / (int)call->rows, place.paged = (int)kvc_row_paged(&row);
-            if (kvc_lane() == 0) room->row = row;
-        }
-        if (kvc_lane() == 0) room->place = place;
-    }
-    kvc_barrier();
+    int start = place->first + part;
+    *sinks = start == 0 && place->share < place->end;
+    return *sinks ? place->share : start;
+}
+
+/* Finds the row of the block and its columns. Done by one of its warps, while the others prepare q; blocks of a
+ * multiprocessor use different ones. Returns, in lane 8w + g, the g-th entry of warp w if `packs` (packed.cuh): it is
+ * loaded while this warp prepares q. */
+KVC_DEVICE int64_t kvc_attend_begin(const kvc_call *call, bool packs, kvc_place place, kvc_attend_room *room)
+{
+    kvc_row row = kvc_row_begin(call, place.b, place.h);
+    uint32_t runs = (uint32_t)call->runs, run = place.run;
+    int columns = (int)kvc_row_columns(call, &row), ends = kvc_ends_of((uint32_t)columns, runs, (int)call->raw_ends);
+    uint32_t all = (uint32_t)(columns + 2 * ends);
+    uint32_t each = all / runs, left = all - each * runs;
+    int from = (int)(each * run + (run < left ? run : left)) - ends, to = from + (int)(each + (run < left));
+    place.begin = from < 0 ? 0 : from < columns ? from : columns;
+    place.end = to < 0 ? 0 : to < columns ? to : columns;
+    place.first = place.begin + (place.begin == 0 && call->a.store.sinks == 0 && row.used); /* column 0 is empty */
+    place.share = KVC_WARPS * 8 / (int)call->rows, place.paged = (int)kvc_row_paged(&row);
+    if (kvc_lane() == 0) room->row = row, room->place = place;
+    if (!packs) return -1;
+    int sinks, start = kvc_start(&place, (kvc_lane() >> 3) & (place.share - 1), &sinks);
+    return kvc_entry_ahead(&row, start + (kvc_lane() & 7) * place.share, place.end);
 }
 
 /* For a call in which attention writes the one token per row (kvc_call.joined): whether columns [begin, end) contain
@@ -216,24 +226,17 @@ KVC_DEVICE bool kvc_has_token(const kvc_row *row, int begin, int end)
     int c = (int)(row->own_in_pages ? row->filling_column : row->used);
     return c >= begin && c < end;
 }
-/* Half of the block's warps write K, half V; each thread writes every 64th element, loaded while q is prepared. */
-#define KVC_NUMBERS (KVC_CUDA_DIM / 64)
-KVC_DEVICE int kvc_own_side(void) { return kvc_warp() < KVC_WARPS / 2; }
-KVC_DEVICE void kvc_ask_own(const kvc_call *call, const int dims, int b, int h, uint32_t bits[KVC_NUMBERS])
-{
-    const uint8_t *at = kvc_token_row(call, b, h, kvc_own_side());
-    KVC_UNROLL for (int k = 0; k < dims / 64; k++) bits[k] =
-        kvc_token_bits(call, at, kvc_own_side(), (kvc_thread() & 63) + 64 * k);
-}
-KVC_DEVICE void kvc_write_own(const kvc_call *call, const kvc_row *row, const int dims, int b, int h,
-                              const uint32_t bits[KVC_NUMBERS])
+/* Half of the block's warps write K, half V; each thread writes every 64th element. */
+KVC_DEVICE void kvc_write_own(const kvc_call *call, const kvc_row *row, const int dims, int b, int h)
 {
     const kvc_store *s = &call->a.store;
+    int key = kvc_warp() < KVC_WARPS / 2;
+    const uint8_t *at = kvc_token_row(call, b, h, key);
     uint32_t i = (uint32_t)(b * (int)s->heads + h), *flags = kvc_thread() & 63 ? NULL : call->flags;
     int64_t c = row->filling_column, entry = c < s->columns ? row->entries[c] : KVC_NONE;
-    kvc_token_to to = kvc_token_place(call, i, h, kvc_own_side(), c, entry, row->stored, false, flags);
-    KVC_UNROLL for (int k = 0; k < dims / 64; k++)
-        kvc_put_number(call, kvc_own_side(), (kvc_thread() & 63) + 64 * k, bits[k], to);
+    kvc_token_to to = kvc_token_place(call, i, h, key, c, entry, row->stored, false, flags);
+    KVC_UNROLL for (int d = kvc_thread() & 63, k = 0; k < dims / 64; k++, d += 64)
+        kvc_put_number(call, key, d, kvc_token_bits(call, at, key, d), to);
 }
 
 #define KVC_NOT_ASKED -2 /* value of an entry that was not loaded */
@@ -251,30 +254,30 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     bool staged = call->kinds & kinds & 1u << KVC_KIND_STAGED;
     const kvc_store *st = &call->a.store;
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
-    kvc_attend_begin(call, room);
-    int b = room->place.b, h = room->place.h, row0 = room->place.row0;
+    const bool packs = kinds & (1u << KVC_KIND_INT2 | 1u << KVC_KIND_INT4);
+    const bool finds = kvc_warp() == (kvc_block_x() & (KVC_WARPS - 1));
+    kvc_place place = kvc_place_of(call);
+    int b = place.b, h = place.h, row0 = place.row0;
     if (b < 0) return;
+    int64_t early = finds ? kvc_attend_begin(call, packs, place, room) : -1;
+    kvc_queries of = {b, call->a.Tq, kvc_seen(call) + call->a.T - call->a.Tq};
+    if (call->lists.segments) {
+        kvc_barrier();
+        of = kvc_row_queries(&room->row);
+    }
+    kvc_prepare(call, &of, kinds, dims, h, row0, (int)call->rows / 8);
+    if (packs && finds) room->eight[kvc_lane() >> 3].early[kvc_lane() & 7] = early;
+    kvc_barrier();
     int begin = room->place.begin, end = room->place.end, runs = (int)call->runs;
     int groups = (int)call->rows / 8, warp = kvc_warp(), lane = kvc_lane(), share = room->place.share;
     int group = warp * groups / KVC_WARPS, part = warp & (share - 1);
     int Dv = (int)st->value_dim;
     if (call->weights) kvc_keep_none(call, b, h, begin, end);
     const bool writes = call->joined && kvc_has_token(&room->row, begin, end);
-    if (begin == 0 && st->sinks == 0 && room->row.used) begin = 1; /* column 0 has no tokens */
-    int start = begin + part;
-    int sinks = start == 0 && share < end; /* then column 0 comes last, which saves one rotation of the sums */
-    if (sinks) start = share;
-    const bool packs = kinds & (1u << KVC_KIND_INT2 | 1u << KVC_KIND_INT4);
-    int64_t early = packs ? kvc_entry_ahead(&room->row, start + (lane >> 2) * share, end) : -1;
-    uint32_t own[KVC_NUMBERS] = {0};
-    if (writes) kvc_ask_own(call, dims, b, h, own);
-    kvc_prepare(call, kinds, dims, h, row0, groups);
-    if (writes) {
-        kvc_write_own(call, &room->row, dims, b, h, own);
-        kvc_barrier();
-    }
+    int sinks, start = kvc_start(&room->place, part, &sinks);
+    if (writes) kvc_write_own(call, &room->row, dims, b, h);
+    if (call->weights || writes) kvc_barrier();
     if (packs) {
-        if ((lane & 3) == 0) room->eight[warp].early[lane >> 2] = early;
         room->eight[warp].first = start;
         kvc_warp_barrier();
     }
@@ -344,23 +347,19 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     if (middles && owed) kvc_settle(dims, o);
     KVC_UNROLL for (int i = 0; i < 2; i++) if (state.m[i] == KVC_NO_MAX) state.m[i] = -INFINITY;
 
-    /* The warps that share a group add their sums one after the other. */
     if (lane < 4) KVC_UNROLL for (int i = 0; i < 2; i++) room->m[2 * lane + i][warp] = state.m[i];
     if (lane == 0) room->rotated[warp] = rotated;
     kvc_barrier();
-    const kvc_place place = room->place; /* reloaded from shared memory, so that no registers hold it during the loop */
-    b = place.b, h = place.h, row0 = place.row0, share = place.share, group = warp * groups / KVC_WARPS,
-    part = warp & (share - 1);
+    place = room->place; /* reloaded from shared memory, so that no registers hold it during the loop */
+    b = place.b, h = place.h, row0 = place.row0, share = place.share, group = warp * groups / KVC_WARPS;
     float *from = call->partial + (int64_t)place.line * runs * (call->rows * (Dv + 2));
     float *to = runs > 1 ? from + place.run * (call->rows * (Dv + 2)) : NULL;
-    float *sum = kvc_group_sums(q) + rotated * 8 * dims, top[2] = {-INFINITY, -INFINITY}, weight[2];
-    bool first = true;
-    kvc_quad space = kvc_load_quad(room->rotated), tops[2];
+    float *sum = kvc_warp_sums(call, dims, warp), top[2] = {-INFINITY, -INFINITY}, weight[2];
+    kvc_quad tops[2];
     KVC_UNROLL for (int i = 0; i < 2; i++) tops[i] = kvc_load_quad(room->m[2 * (lane & 3) + i]);
     KVC_UNROLL for (int w = 0; w < KVC_WARPS; w++)
     {
         if (w < group * share || w >= (group + 1) * share) continue;
-        if (w < warp && (int)space.w[w] == rotated) first = false;
         KVC_UNROLL for (int i = 0; i < 2; i++) top[i] = fmaxf(top[i], kvc_f32_of_bits(tops[i].w[w]));
     }
     KVC_UNROLL for (int i = 0; i < 2; i++)
@@ -370,20 +369,14 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
         if (lane < 4) room->l[2 * lane + i][warp] = l;
         weight[i] *= state.unit;
     }
-    for (int w = 0; w < share; w++) {
-        if (part == w) {
-            KVC_UNROLL for (int x = 0; x < dims / 16; x++) /* four dims of a row */
-            {
-                int m = x >> 1, i = x & 1, d = 32 * m + 4 * (lane >> 2), n = 2 * (lane & 3) + i;
-                kvc_quad y, before = {};
-                if (!first) before = kvc_load_quad(sum + n * dims + d);
-                KVC_UNROLL for (int k = 0; k < 4; k++) y.w[k] =
-                    kvc_f32_bits(fmaf(o[8 * m + 2 * k + i], weight[i], kvc_f32_of_bits(before.w[k])));
-                kvc_store_quad(sum + n * dims + d, y);
-            }
-        }
-        kvc_barrier();
+    KVC_UNROLL for (int x = 0; x < dims / 16; x++) /* four dims of a row */
+    {
+        int m = x >> 1, i = x & 1, d = 32 * m + 4 * (lane >> 2), n = 2 * (lane & 3) + i;
+        kvc_quad y;
+        KVC_UNROLL for (int k = 0; k < 4; k++) y.w[k] = kvc_f32_bits(o[8 * m + 2 * k + i] * weight[i]);
+        kvc_store_quad(sum + n * kvc_sums_row(dims) + d, y);
     }
+    kvc_barrier();
     KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += KVC_WARPS * 2)
     {
         if (row0 + (n & ~1) >= (int)(room->row.queries * call->group)) continue;

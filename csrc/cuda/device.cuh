@@ -67,6 +67,7 @@ typedef struct kvc_call {
     kvc_made_of made_of[2][KVC_FORMATS]; /* V, K */
     int64_t group, rows;                 /* GQA group size; query rows per block: of one KV head, token by token */
     int64_t blocks, runs;                /* blocks of queries; runs of columns */
+    int64_t raw_ends;                    /* see kvc_ends_of */
     float *partial;                      /* [lines, runs] x (rows x (Dv + 2)): o, m, l */
     uint32_t *done;                      /* [lines] runs that are finished; 0 before and after the call */
     int64_t lines;                       /* number of (sequence, head, block of queries) */
@@ -299,10 +300,18 @@ KVC_DEVICE kvc_view kvc_view_at(const kvc_call *call, const kvc_row *row, int64_
     return v;
 }
 
-/* What a block works on; b < 0: nothing. `line`: see kvc_call. begin, end: its columns. share: warps that share a group
- * of rows. paged: kvc_row_paged. Valid if the block is not empty. */
+/* Columns that the first and the last of `runs` have less than others, at most `most`: those runs have the sinks and the
+ * open page, which take as long as several pages. */
+KVC_INLINE int kvc_ends_of(uint32_t columns, uint32_t runs, int most)
+{
+    int ends = runs < 3 || columns < runs ? 0 : (int)((columns - runs) / (runs - 2)); /* one column is left */
+    return ends < most ? ends : most;
+}
+
+/* What a block works on; b < 0: nothing. `line`: see kvc_call. Known once the row is: begin, end: its columns; first:
+ * the first that has tokens. share: warps that share a group of rows. paged: kvc_row_paged. */
 typedef struct kvc_place {
-    int b, h, row0, begin, end, share, paged;
+    int b, h, row0, begin, end, first, share, paged;
     uint32_t run, line;
 } kvc_place;
 
@@ -311,7 +320,7 @@ typedef struct kvc_place {
 KVC_DEVICE kvc_place kvc_place_of(const kvc_call *call)
 {
     uint32_t heads = (uint32_t)call->a.store.heads, runs = (uint32_t)call->runs, x = (uint32_t)kvc_block_x();
-    kvc_place at = {-1, 0, 0, 0, 0, 0, 0, 0, 0};
+    kvc_place at = {-1, 0, 0, 0, 0, 0, 0, 0, 0, 0};
     if (call->lists.segments) {
         at.line = x / runs, at.run = x - at.line * runs;
         uint32_t item = at.line / heads;
@@ -320,7 +329,7 @@ KVC_DEVICE kvc_place kvc_place_of(const kvc_call *call)
         at.b = call->lists.attend[item].b, at.row0 = call->lists.attend[item].at * (int)call->rows;
         return at;
     }
-    uint32_t across = (uint32_t)call->a.store.batch * heads * runs, block = x / across;
+    uint32_t across = (uint32_t)call->a.store.batch * heads * runs, block = call->blocks == 1 ? 0 : x / across;
     uint32_t bh = (x - block * across) / runs, b = bh / heads;
     at.run = x - block * across - bh * runs, at.line = bh * (uint32_t)call->blocks + block;
     at.b = (int)b, at.h = (int)(bh - b * heads), at.row0 = (int)block * (int)call->rows;

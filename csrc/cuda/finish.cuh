@@ -26,7 +26,8 @@ typedef struct kvc_attend_room {
     alignas(16) int rotated[KVC_WARPS];                 /* the space of each warp's sums */
 } kvc_attend_room;
 
-/* Shared memory of a block: the room, a query group each, a stage for each warp. */
+/* Shared memory of a block: the room, a query group each, a stage or a pipe for each warp. In the end, sums replace all
+ * but the room: eight rows of each warp, four elements apart so that the stores of a warp access all banks. */
 KVC_DEVICE kvc_query *kvc_group_query(const kvc_call *call, int group)
 {
     return (kvc_query *)(kvc_shared + (sizeof(kvc_attend_room) + 127) / 128 * 128 + group * call->form_at[KVC_FORMS]);
@@ -79,9 +80,24 @@ KVC_DEVICE float kvc_weight_of(float m, float top)
     return m == top ? 1 : m > -INFINITY ? kvc_exp2((m - top) * KVC_LOG2E) : 0;
 }
 
-/* The sums of the warps that share a group replace its q: first those of plain V, then those of rotated V, whose calls
- * have q in three forms. */
-KVC_DEVICE float *kvc_group_sums(kvc_query *q) { return (float *)(q + 1); }
+KVC_INLINE int kvc_sums_row(int dims) { return dims + 4; }
+KVC_DEVICE float *kvc_warp_sums(const kvc_call *call, int dims, int warp)
+{
+    return (float *)kvc_group_query(call, 0) + warp * 8 * kvc_sums_row(dims);
+}
+
+/* Adds the half-warp's parts of a row of sums to o. */
+KVC_DEVICE void kvc_add_part(const bool pairs, int lane, const int parts, const float *sum, float *o)
+{
+    KVC_UNROLL for (int k = 0; k < parts; k += 2)
+    {
+        const float *at = sum + kvc_part_dim(pairs, lane, 16, k);
+        uint64_t two = 0;
+        if (pairs) two = *(const uint64_t *)at;
+        o[k] += pairs ? kvc_f32_of_bits((uint32_t)two) : at[0];
+        o[k + 1] += pairs ? kvc_f32_of_bits((uint32_t)(two >> 32)) : at[16];
+    }
+}
 
 /* Row n of the block, by a half-warp: adds its sums, rotated back if needed, and writes the result, or writes this
  * run's partial result `to`. pairs: rows are as wide as the kernel; the transform works for any assignment of dims to
@@ -90,23 +106,26 @@ KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, const bool 
                                int share, float *to)
 {
     const kvc_attend_room *room = (const kvc_attend_room *)kvc_shared;
-    const float *sum = kvc_group_sums(kvc_group_query(call, n / 8)) + n % 8 * dims;
     int lane = kvc_half_lane(), first = n / 8 * share, rows = (int)call->rows;
     int Dv = pairs ? dims : (int)call->a.store.value_dim;
-    float m = -INFINITY, l = 0, o[KVC_PARTS];
-    int spaces = 0;
+    float m = -INFINITY, l = 0, o[KVC_PARTS] = {0};
+    uint32_t warps[2] = {0, 0}; /* by the space of their sums */
     kvc_quad tops = kvc_load_quad(room->m[n % 8]), parts = kvc_load_quad(room->l[n % 8]);
     kvc_quad rotated = kvc_load_quad(room->rotated);
     KVC_UNROLL for (int w = 0; w < KVC_WARPS; w++)
     {
         if (w < first || w >= first + share) continue;
         m = fmaxf(m, kvc_f32_of_bits(tops.w[w])), l += kvc_f32_of_bits(parts.w[w]);
-        spaces |= 1 << rotated.w[w];
+        warps[0] |= (rotated.w[w] ^ 1) << w, warps[1] |= rotated.w[w] << w;
     }
-    KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] =
-        spaces & 2 ? sum[8 * dims + kvc_part_dim(pairs, lane, 16, k)] : 0;
-    if (spaces & 2) kvc_rotate_parts(dims / 16, o, Dv);
-    if (spaces & 1) KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] += sum[kvc_part_dim(pairs, lane, 16, k)];
+    KVC_ONCE for (int space = 1; space >= 0; space--)
+    {
+        const float *sum = kvc_warp_sums(call, dims, 0) + n % 8 * kvc_sums_row(dims);
+        KVC_ONCE for (uint32_t left = space ? warps[1] : warps[0]; left;
+                      left >>= 1, sum += 8 * kvc_sums_row(dims)) if (left & 1)
+            kvc_add_part(pairs, lane, dims / 16, sum, o);
+        if (space && warps[1]) kvc_rotate_parts(dims / 16, o, Dv);
+    }
     if (row0 + n >= (int)(room->row.queries * call->group)) return;
     if (!to) {
         kvc_put_out(call, &room->row, b, h, row0 + n, o, m, l, Dv, lane, pairs, 16, dims / 16);

@@ -43,40 +43,43 @@ typedef struct kvc_cost {
     /* The first entry that includes a kind of the call's pages is used; entries are sorted by cost per page. */
     uint32_t kinds;
     double page, ends, alone;
+    int raw; /* pages that take as long as one of sinks, or an open one, whose code is not in caches: measured */
 } kvc_cost;
 static const kvc_cost costs[] = {
-    {1u << KVC_KIND_INT2, 618, 2436, 3.6}, {1u << KVC_KIND_INT4, 649, 2430, 3.7},
-    {1u << KVC_KIND_INT8, 1411, 1544, 5},  {1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2, 1230, 1592, 5},
-    {KVC_RAW_KINDS, 1263, 1473, 5},
+    {1u << KVC_KIND_INT2, 618, 2436, 3.6, 4}, {1u << KVC_KIND_INT4, 649, 2430, 3.7, 4},
+    {1u << KVC_KIND_INT8, 1411, 1544, 5, 2},  {1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2, 1230, 1592, 5, 2},
+    {KVC_RAW_KINDS, 1263, 1473, 5, 2},
 };
-static const kvc_cost others = {0, 1000, 3000, 5}; /* not counted: long calls, wide heads, staged pages */
+static const kvc_cost others = {0, 1000, 3000, 5, 2}; /* not counted: long calls, wide heads, staged pages */
 #define JOIN 595.
 #define JOIN_RUN 16.
 /* Cycles per instruction of a scheduler that always has a warp ready to issue. */
 #define ISSUE (1 / .6)
 
-static double page_cost(const kvc_call *call, kvc_cost *of)
+static kvc_cost cost_of(const kvc_call *call)
 {
     const kvc_store *s = &call->a.store;
     bool counted = !call->prefill && !kvc_is_wide(&call->a) && !(call->kinds >> KVC_KIND_STAGED & 1);
-    *of = others;
+    kvc_cost of = others;
     for (size_t i = sizeof costs / sizeof *costs; i-- > 0 && counted;)
-        if (call->kinds & costs[i].kinds) *of = costs[i];
-    return of->page * (double)(s->page_size * (s->key_dim + s->value_dim)) / (64 * 256);
+        if (call->kinds & costs[i].kinds) of = costs[i];
+    of.page *= (double)(s->page_size * (s->key_dim + s->value_dim)) / (64 * 256);
+    return of;
 }
 
 /* Cycles per instruction of a multiprocessor with this many blocks, which have one warp on every scheduler. */
 static double issued(int64_t blocks, double alone) { return blocks == 0 ? 0 : fmax((double)blocks * ISSUE, alone); }
 
 /* Number of runs per (sequence, head) that minimizes the estimated cycles. */
-static int64_t runs_of(const kvc_call *call, int64_t columns, int64_t share, int64_t processors, int64_t resident)
+static int64_t runs_of(const kvc_call *call, kvc_cost of, int64_t columns, int64_t share, int64_t processors,
+                       int64_t resident)
 {
     int64_t best = 1, most = columns / share < MOST_RUNS ? columns / share : MOST_RUNS, wave = processors * resident;
-    kvc_cost of;
-    double least = INFINITY, page = page_cost(call, &of);
+    double least = INFINITY;
     for (int64_t runs = 1; runs <= (most > 1 ? most : 1); runs++) {
         int64_t blocks = call->lines * runs, left = (blocks % wave + processors - 1) / processors;
-        double warp = (double)((columns + runs * share - 1) / (runs * share)) * page + of.ends;
+        int64_t all = columns + 2 * kvc_ends_of((uint32_t)columns, (uint32_t)runs, (int)call->raw_ends);
+        double warp = (double)((all + runs * share - 1) / (runs * share)) * of.page + of.ends;
         double cost = warp * ((double)(blocks / wave) * issued(resident, of.alone) + issued(left, of.alone));
         if (runs > 1) cost += (JOIN + JOIN_RUN * (double)runs) * (double)call->rows / 8 * of.alone;
         if (cost < least) least = cost, best = runs;
@@ -200,7 +203,7 @@ int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t long
         if (!formats || formats >> f & 1) call->kinds |= 1u << kvc_kind_of(f);
     uint32_t forms = kvc_forms_of(call->kinds);
     bool staged = call->kinds >> KVC_KIND_STAGED & 1;
-    if (staged && kvc_attend_bytes(8, forms, staged, dims) > KVC_ROOM) {
+    if (staged && kvc_attend_bytes(8, forms, staged, 0, dims) > KVC_ROOM) {
         call->kinds &= ~(1u << KVC_KIND_BF16);
         forms = kvc_forms_of(call->kinds);
     }
@@ -220,7 +223,7 @@ int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t long
     int64_t rows = (longest ? typical : Tq) * call->group;
     call->prefill = !wide && prefills(a, call->kinds, rows);
     call->rows = rows <= 8 || wide ? KVC_WIDE_ROWS : rows <= 16 ? 16 : 32;
-    while (call->rows > 8 && kvc_attend_bytes(call->rows, forms, staged, dims) > KVC_ROOM) call->rows /= 2;
+    while (call->rows > 8 && kvc_attend_bytes(call->rows, forms, staged, 0, dims) > KVC_ROOM) call->rows /= 2;
     if (call->prefill) call->rows = prefill_rows(call->kinds, dims, heads, rows, on->processors);
     call->blocks = (Tq * call->group + call->rows - 1) / call->rows;
     used = lists_of(a, longest, on->workspace, call);
@@ -228,11 +231,13 @@ int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t long
     int64_t resident = call->prefill ? KVC_PREFILL_ROWS / call->rows : dims == 256 || staged ? 2 : 3;
     if (!call->prefill && !wide && pipes(a, dims)) {
         int64_t pipe = kvc_pipe_bytes(kernel_kinds(call->kinds), dims);
-        int64_t block = kvc_attend_bytes(call->rows, forms, staged, dims) + KVC_WARPS * pipe;
+        int64_t block = kvc_attend_bytes(call->rows, forms, staged, pipe, dims);
         if (pipe && block <= KVC_ROOM && KVC_PIPED_BLOCKS(call->kinds) * (block + KVC_RESERVED) <= on->shared)
             call->pipe = pipe, resident = KVC_PIPED_BLOCKS(call->kinds);
     }
-    call->runs = runs_of(call, s->columns + call->own_columns, share, on->processors, resident);
+    kvc_cost cost = cost_of(call);
+    call->raw_ends = call->prefill || wide ? 0 : cost.raw * share;
+    call->runs = runs_of(call, cost, s->columns + call->own_columns, share, on->processors, resident);
 
     if (a->real) {
         call->own_list = (int32_t *)cut(on->workspace, &used, 4 * s->batch * a->T);
@@ -297,8 +302,7 @@ int kvc_call_run(const kvc_call *planned, int64_t seals, const kvc_cuda *on)
         if (!args->mass_lse) status = kvc_attend_wide_launch(&call, true, on->stream);
         return status || !args->mass ? status : kvc_attend_wide_launch(&call, false, on->stream);
     }
-    int64_t shared = kvc_attend_bytes(call.rows, forms, staged, dims) + KVC_WARPS * call.pipe,
-            blocks = call.lines * call.runs;
+    int64_t shared = kvc_attend_bytes(call.rows, forms, staged, call.pipe, dims), blocks = call.lines * call.runs;
     bool attends = !args->mass_lse;
 #define LAUNCH(kernel, x, threads, bytes) status = KVC_LAUNCH(kernel, &call, x, 1, 1, threads, bytes, on->stream)
 #define BY_DIMS(kernel, x, threads, bytes)                                                                             \
@@ -322,7 +326,7 @@ int kvc_call_run(const kvc_call *planned, int64_t seals, const kvc_cuda *on)
         LAUNCH(kvc_kept_kernel, heads * kvc_mass_parts(&call), 32 * KVC_WARPS, sizeof(kvc_attend_room));
         return status;
     }
-    BY_DIMS(kvc_mass_any, heads * kvc_mass_parts(&call), 32 * KVC_WARPS, kvc_attend_bytes(8, forms, staged, dims));
+    BY_DIMS(kvc_mass_any, heads * kvc_mass_parts(&call), 32 * KVC_WARPS, kvc_attend_bytes(8, forms, staged, 0, dims));
 #undef SET
 #undef BY_DIMS
 #undef LAUNCH

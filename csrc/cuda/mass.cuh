@@ -68,7 +68,9 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
 
     for (int64_t row0 = 0; row0 < rows; row0 += 8) {
         kvc_barrier();
-        kvc_prepare(call, kinds, dims, (int)h, (int)row0, 1);
+        kvc_queries of = kvc_row_queries(row);
+        kvc_prepare(call, &of, kinds, dims, (int)h, (int)row0, 1);
+        kvc_barrier();
         float lse[2];
         KVC_UNROLL for (int i = 0; i < 2; i++) lse[i] = kvc_row_lse(call, b, h, row0 + 2 * (lane & 3) + i);
         KVC_ONCE for (int64_t c = part * KVC_WARPS + warp; c < columns; c += step)

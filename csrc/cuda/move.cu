@@ -1,6 +1,6 @@
 /* move.cu - the copying part of an eviction, like compact.c: first, pages with statistics over their tokens are
- * encoded, which writes to new pages only; then other tokens are copied as codes, in order within a line, because a
- * token may be moved to a place that was just vacated. */
+ * encoded, which writes to new pages only; then other tokens are copied as codes, in order within a line (but for the
+ * eight of a block's warps), because a token may be moved to a place that was just vacated. A token is moved once. */
 #include "encode.cuh"
 #include "wide.h"
 
@@ -74,60 +74,115 @@ KVC_KERNEL(kvc_anew_kernel, kvc_move_call, KVC_WRITE_THREADS, 2)
     kvc_encode_page(&to, &tokens, room);
 }
 
-KVC_DEVICE void kvc_copy_token(const kvc_side *from, int t, const kvc_side *to, int t2)
+/* One side of a token: a lane's cells and metadata. */
+#define KVC_MOVED (KVC_PARTS * 3 / 4) /* of 3 bits: half more */
+#define KVC_MOVED_PLANES 2
+typedef struct kvc_moved {
+    uint32_t cell[KVC_MOVED], meta[KVC_MOVED_PLANES];
+} kvc_moved;
+
+/* How a side's cells are stored. V of 3 bits: the high bits follow the low ones, like further dims of 2-bit codes. */
+typedef struct kvc_cells {
+    int dim, bits, period, many, size, planes; /* period below 8 bits: bytes of a row (K), tokens of a plane (V) */
+} kvc_cells;
+KVC_DEVICE kvc_cells kvc_cells_of(const kvc_side *side)
 {
-    kvc_traits f = kvc_format_traits(from->format);
-    /* V of 3 bits: the high bits follow the low ones, like further dims of 2-bit codes */
-    int dim = (int)(f.bits == 3 ? from->dim * 3 / 2 : from->dim), bits = f.bits == 3 ? 2 : f.bits,
-        size = (int)kvc_meta_size(f), planes = (int)kvc_meta_planes(f, from->dim);
-    const uint8_t *tile = from->tiles + t / KVC_TILE * kvc_tile_bytes(from->format, from->dim);
-    uint8_t *out = to->tiles + t2 / KVC_TILE * kvc_tile_bytes(to->format, to->dim);
-    int period = from->key ? dim * bits / 8 : 2 * bits; /* below 8 bits: bytes of a row (K), tokens of a plane (V) */
-    for (int i = kvc_thread(); i < (bits < 8 && from->key ? period : dim); i += kvc_threads()) {
-        int in = t % KVC_TILE, at = t2 % KVC_TILE;
-        if (bits >= 8) {
-            uint32_t cell = kvc_cell(from->key, bits, dim, tile, in, i);
-            uint8_t *to_cell = out + kvc_cell_place(from->key, bits, dim, at, i);
-            if (bits == 32)
-                *(uint32_t *)to_cell = cell;
-            else if (bits == 16)
-                *(uint16_t *)to_cell = (uint16_t)cell;
-            else
-                *to_cell = (uint8_t)cell;
-        } else if (from->key) { /* the byte holds dims of this token only */
-            int place = 4 * (i / 4 * KVC_TILE) + (i & 3);
-            out[place + 4 * at] = tile[place + 4 * in];
-        } else { /* other tokens in the byte are unchanged */
-            uint32_t code = kvc_cell(0, bits, dim, tile, in, i), shift = (uint32_t)(at / period * bits);
-            uint8_t *byte = out + 4 * (at % period / 4 * dim + i) + (at & 3);
-            *byte = (uint8_t)((*byte & ~(((1u << bits) - 1) << shift)) | code << shift);
-        }
+    kvc_traits f = kvc_format_traits(side->format);
+    kvc_cells of = {(int)(f.bits == 3 ? side->dim * 3 / 2 : side->dim),
+                    f.bits == 3 ? 2 : f.bits,
+                    0,
+                    0,
+                    (int)kvc_meta_size(f),
+                    (int)kvc_meta_planes(f, side->dim)};
+    of.period = side->key ? of.dim * of.bits / 8 : 2 * of.bits;
+    of.many = of.bits < 8 && side->key ? of.period : of.dim;
+    return of;
+}
+#define EACH_CELL(k, i, many) KVC_UNROLL for (int k = 0, i = kvc_lane(); k < KVC_MOVED; k++, i += 32) if (i < many)
+#define EACH_META(k, p, planes)                                                                                        \
+    KVC_UNROLL for (int k = 0, p = kvc_lane(); k < KVC_MOVED_PLANES; k++, p += 32) if (p < planes)
+
+KVC_DEVICE void kvc_take_token(const kvc_side *side, int t, kvc_moved *x)
+{
+    kvc_cells of = kvc_cells_of(side);
+    const uint8_t *tile = side->tiles + t / KVC_TILE * kvc_tile_bytes(side->format, side->dim);
+    const bool bytes = of.bits < 8 && side->key; /* a byte holds dims of this token only */
+    EACH_CELL(k, i, of.many)
+    x->cell[k] = bytes ? tile[4 * (i / 4 * KVC_TILE + t % KVC_TILE) + (i & 3)]
+                       : kvc_cell(side->key, of.bits, of.dim, tile, t % KVC_TILE, i);
+    EACH_META(k, p, of.planes)
+    {
+        const uint8_t *meta = side->meta + of.size * (p * side->tokens + t);
+        x->meta[k] = of.size == 2 ? *(const uint16_t *)meta : *meta;
     }
-    for (int p = kvc_thread(); p < planes; p += kvc_threads())
-        for (int i = 0; i < size; i++)
-            to->meta[size * (p * to->tokens + t2) + i] = from->meta[size * (p * from->tokens + t) + i];
 }
 
-/* x: move and head (the block of the first move of a line processes the whole line); y: V, K. */
+KVC_DEVICE void kvc_put_token(const kvc_side *side, int t, const kvc_moved *x)
+{
+    kvc_cells of = kvc_cells_of(side);
+    uint8_t *tile = side->tiles + t / KVC_TILE * kvc_tile_bytes(side->format, side->dim);
+    int in = t % KVC_TILE;
+    EACH_CELL(k, i, of.many)
+    {
+        if (of.bits >= 8) {
+            uint8_t *to = tile + kvc_cell_place(side->key, of.bits, of.dim, in, i);
+            if (of.bits == 32)
+                *(uint32_t *)to = x->cell[k];
+            else if (of.bits == 16)
+                *(uint16_t *)to = (uint16_t)x->cell[k];
+            else
+                *to = (uint8_t)x->cell[k];
+        } else if (side->key) {
+            tile[4 * (i / 4 * KVC_TILE + in) + (i & 3)] = (uint8_t)x->cell[k];
+        } else { /* other warps may change other tokens of the word at the same time */
+            uint32_t *word = (uint32_t *)(tile + 4 * (in % of.period / 4 * of.dim + i));
+            uint32_t before = kvc_cell(0, of.bits, of.dim, tile, in, i);
+            kvc_atomic_add(word, (x->cell[k] - before) << (8 * (in & 3) + in / of.period * of.bits));
+        }
+    }
+    EACH_META(k, p, of.planes)
+    {
+        uint8_t *meta = side->meta + of.size * (p * side->tokens + t);
+        if (of.size == 2)
+            *(uint16_t *)meta = (uint16_t)x->meta[k];
+        else
+            *meta = (uint8_t)x->meta[k];
+    }
+}
+
+KVC_DEVICE void kvc_copy_side(const kvc_side *from, const kvc_side *to, int key, int64_t tokens)
+{
+    int64_t tiles = tokens / KVC_TILE * kvc_tile_bytes(from->format, from->dim);
+    int64_t meta = kvc_meta_bytes(from->format, key, from->dim, tokens);
+    for (int64_t at = 16 * kvc_thread(); at < tiles; at += 16 * kvc_threads())
+        kvc_store_quad(to->tiles + at, kvc_load_quad(from->tiles + at));
+    for (int64_t at = kvc_thread(); at < meta; at += kvc_threads()) to->meta[at] = from->meta[at];
+}
+
+/* x: move and head (the block of the first move of a line processes the whole line, a token per warp at a time, of
+ * which all are read before any is written); y: V, K. */
 KVC_KERNEL(kvc_move_kernel, kvc_move_call, THREADS, 2)
 {
-    int64_t begin = kvc_block_x() / a.heads, h = kvc_block_x() % a.heads;
+    int64_t begin = kvc_block_x() / a.heads, h = kvc_block_x() % a.heads, line = a.moves[begin].line;
     int key = (int)kvc_block_y();
-    if (begin && a.moves[begin - 1].line == a.moves[begin].line) return;
-    for (int64_t i = begin; i < a.n && a.moves[i].line == a.moves[begin].line; i++) {
+    if (begin && a.moves[begin - 1].line == line) return;
+    for (int64_t i = begin, n = 1; i < a.n && a.moves[i].line == line; i += n) {
         const kvc_move *m = &a.moves[i];
         kvc_side from, to;
-        if (m->from_token >= 0 && !kvc_keeps_codes(m->from, m->to, key)) continue;
-        if (!kvc_move_sides(&a, m, h, key, &from, &to)) continue;
-        if (m->from_token >= 0) {
-            kvc_copy_token(&from, (int)m->from_token, &to, (int)m->to_token);
-        } else { /* this side of a page */
-            int64_t tiles = m->layout / KVC_TILE * kvc_tile_bytes(from.format, from.dim);
-            int64_t meta = kvc_meta_bytes(from.format, key, from.dim, m->layout);
-            for (int64_t at = 16 * kvc_thread(); at < tiles; at += 16 * kvc_threads())
-                kvc_store_quad(to.tiles + at, kvc_load_quad(from.tiles + at));
-            for (int64_t at = kvc_thread(); at < meta; at += kvc_threads()) to.meta[at] = from.meta[at];
+        if (m->from_token < 0) {
+            n = 1;
+            if (kvc_move_sides(&a, m, h, key, &from, &to)) kvc_copy_side(&from, &to, key, m->layout);
+            kvc_barrier();
+            continue;
         }
+        for (n = 1; n < THREADS / 32 && i + n < a.n && m[n].line == line && m[n].from_token >= 0;) n++;
+        m += kvc_warp();
+        kvc_moved x;
+        bool moves = kvc_warp() < n && kvc_keeps_codes(m->from, m->to, key);
+        moves = moves && kvc_move_sides(&a, m, h, key, &from, &to);
+        if (moves) kvc_take_token(&from, (int)m->from_token, &x);
+        kvc_barrier();
+        if (moves) kvc_put_token(&to, (int)m->to_token, &x);
         kvc_barrier();
     }
 }

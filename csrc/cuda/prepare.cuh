@@ -27,14 +27,14 @@ typedef struct kvc_query_row {
     int32_t slot;
 } kvc_query_row;
 
-KVC_DEVICE kvc_query_row kvc_query_row_of(const kvc_call *call, const kvc_row *of, int h, int r)
+KVC_DEVICE kvc_query_row kvc_query_row_of(const kvc_call *call, const kvc_queries *of, int h, int r)
 {
     kvc_query_row row = {NULL, -1};
-    int group = (int)call->group, queries = (int)of->queries;
+    int group = (int)call->group, queries = (int)of->count;
     int token = queries == 1 ? r >= group : (int)((uint32_t)r / (uint32_t)group);
     if (token >= queries) return row;
     row.at = kvc_dense_row(&call->a.q, of->batch, h * group + r - token * group, token);
-    row.slot = (int32_t)of->query_slot + token;
+    row.slot = (int32_t)of->slot + token;
     return row;
 }
 
@@ -155,7 +155,7 @@ KVC_DEVICE void kvc_put_halves(const kvc_call *call, const bool bf16, uint32_t f
 }
 
 /* Converts eight rows from row r on. */
-KVC_DEVICE void kvc_query_eight(const kvc_call *call, const kvc_row *of, const bool bf16, uint32_t forms,
+KVC_DEVICE void kvc_query_eight(const kvc_call *call, const kvc_queries *of, const bool bf16, uint32_t forms,
                                 const int dims, int h, int r, kvc_query *q)
 {
     int lane = kvc_lane(), n = lane >> 2, t = lane & 3;
@@ -204,7 +204,7 @@ KVC_DEVICE void kvc_put_base(kvc_query *q, int n)
 }
 
 /* Converts row by row, a half-warp each, for q of any type and width. */
-KVC_DEVICE void kvc_prepare_rows(const kvc_call *call, const kvc_row *row, uint32_t forms, const int dims, int h,
+KVC_DEVICE void kvc_prepare_rows(const kvc_call *call, const kvc_queries *of, uint32_t forms, const int dims, int h,
                                  int row0, int groups)
 {
     int dim = (int)call->a.store.key_dim;
@@ -217,14 +217,15 @@ KVC_DEVICE void kvc_prepare_rows(const kvc_call *call, const kvc_row *row, uint3
     int each = kvc_threads() / 16; /* separate loops, so that nothing of the second is computed for the first */
     if (dim == dims)
         KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += each)
-            kvc_query_fill(call, row, kvc_group_query(call, n / 8), forms, dims, dims, h, row0 + n, n % 8);
+            kvc_query_fill(call, of, kvc_group_query(call, n / 8), forms, dims, dims, h, row0 + n, n % 8);
     else
         KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += each)
-            kvc_query_fill(call, row, kvc_group_query(call, n / 8), forms, dims, dim, h, row0 + n, n % 8);
+            kvc_query_fill(call, of, kvc_group_query(call, n / 8), forms, dims, dim, h, row0 + n, n % 8);
 }
 
-/* Converts q to all forms that pages of the call need; ends with a barrier. */
-KVC_DEVICE void kvc_prepare(const kvc_call *call, const uint32_t kinds, const int dims, int h, int row0, int groups)
+/* Converts q to all forms that pages of the call need. To be followed by a barrier. */
+KVC_DEVICE void kvc_prepare(const kvc_call *call, const kvc_queries *of, const uint32_t kinds, const int dims, int h,
+                            int row0, int groups)
 {
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
     const uint32_t forms = call->forms & kvc_forms_of(kinds);
@@ -237,16 +238,15 @@ KVC_DEVICE void kvc_prepare(const kvc_call *call, const uint32_t kinds, const in
     if (kvc_lane() == 0) room->page[kvc_warp()].pair = -1;
     if (call->eights) {
         KVC_ONCE for (int group = 0; group < groups; group++) if (call->a.q.dtype == KVC_BF16)
-            kvc_query_eight(call, &room->row, true, forms, dims, h, row0 + 8 * group, kvc_group_query(call, group));
-        else kvc_query_eight(call, &room->row, false, forms, dims, h, row0 + 8 * group, kvc_group_query(call, group));
+            kvc_query_eight(call, of, true, forms, dims, h, row0 + 8 * group, kvc_group_query(call, group));
+        else kvc_query_eight(call, of, false, forms, dims, h, row0 + 8 * group, kvc_group_query(call, group));
         if (forms & (1u << KVC_FORM_INT4 | 1u << KVC_FORM_INT2)) {
             kvc_barrier();
             if (kvc_thread() < 8 * groups) kvc_put_base(kvc_group_query(call, kvc_thread() / 8), kvc_thread() % 8);
         }
     } else {
-        kvc_prepare_rows(call, &room->row, forms, dims, h, row0, groups);
+        kvc_prepare_rows(call, of, forms, dims, h, row0, groups);
     }
-    kvc_barrier();
 }
 
 #endif

@@ -70,8 +70,7 @@ typedef struct kvc_query {
     float part[2][4][8];         /* for codes: each warp's partial sum of a row, for base */
 } kvc_query;
 
-/* Bytes of eight rows; forms are in a fixed order. There is always a 16-bit form, whose memory later holds the block's
- * sums. */
+/* Bytes of eight rows; forms are in a fixed order. */
 KVC_INLINE int kvc_form_at(uint32_t forms, int form, int dims)
 {
     int at = (int)sizeof(kvc_query);
@@ -162,14 +161,24 @@ KVC_DEVICE void kvc_put_form(const kvc_call *call, kvc_query *q, int form, int d
         -total * KVC_GRAIN * (bits == 4 ? 7.5f : 1.5f);
 }
 
-/* Converts row r of the call's queries of (b, h) to its forms, as the n-th of the eight, by a half-warp. Elements past
+/* The call's queries of a sequence: its index in q, their number, slot of the first. */
+typedef struct kvc_queries {
+    int64_t batch, count, slot;
+} kvc_queries;
+KVC_DEVICE kvc_queries kvc_row_queries(const kvc_row *row)
+{
+    kvc_queries of = {row->batch, row->queries, row->query_slot};
+    return of;
+}
+
+/* Converts row r of the queries of (b, h) to its forms, as the n-th of the eight, by a half-warp. Elements past
  * dim must be 0 already. */
-KVC_DEVICE void kvc_query_fill(const kvc_call *call, const kvc_row *of, kvc_query *q, uint32_t forms, int dims, int dim,
-                               int h, int r, int n)
+KVC_DEVICE void kvc_query_fill(const kvc_call *call, const kvc_queries *of, kvc_query *q, uint32_t forms, int dims,
+                               int dim, int h, int r, int n)
 {
     const kvc_attend_args *a = &call->a;
     int group = (int)call->group, token = (int)((uint32_t)r / (uint32_t)group);
-    bool there = token < (int)of->queries;
+    bool there = token < (int)of->count;
     float x[KVC_PARTS] = {0};
     bool spoilt = false;
     const uint8_t *row =
@@ -187,7 +196,7 @@ KVC_DEVICE void kvc_query_fill(const kvc_call *call, const kvc_row *of, kvc_quer
         if (a->scale < 0) x[k] = -x[k]; /* steps are positive */
     }
     if (kvc_half_lane() == 0) {
-        q->slot[n] = there ? (int32_t)(of->query_slot + token) : -1;
+        q->slot[n] = there ? (int32_t)(of->slot + token) : -1;
         if (any) kvc_atomic_or(&q->spoilt, 1u << n);
     }
     float most = kvc_absmax(x, dims / 16);

@@ -6,7 +6,8 @@ count alone:
     H200: 132 multiprocessors of 4 schedulers at 1.755 GHz, 4.8 TB/s; as many runs as the host cuts a row into;
     3 blocks a multiprocessor at a time (2 of 8 and 16 bits), a warp of each on every scheduler, which issues 0.6 a
     cycle or what its warps can: one by itself waits for what it has begun, and takes `alone` cycles an instruction,
-    from a replay of its trace against its encoded stalls (replay.py, with the latencies that are assumed there);
+    from a replay of its trace against its encoded stalls (replay.py, with the latencies that are assumed there); of a
+    row's runs those in the middle count, as the first and the last have less pages beside the raw ones;
     3 us for the launch of attention; the new token, which one block of a row writes, is among the ends that are printed
     (`ends`), and not in the share (but of raw), nor is a launch that writes it where attention does not; the block that
     comes last makes one of its runs, which is counted, for 16 runs and 32.
@@ -85,19 +86,19 @@ def joined(name: str, group: int) -> tuple[float, float]:
     """Instructions of a warp of the block that comes last, for all runs together and for each: what the block of the
     last run takes more if it comes last than if it comes first."""
     counted = []
-    for runs in (16, 32):
+    for processors in (16, 32):
         last = []
         for backwards in (False, True):
-            kv, step = layer(name, (4 * runs - 2) * PAGE, group, heads=1)
-            machine = runner.Machine("kvc_attend.*", processors=runs, backwards=backwards, counters=1)
+            kv, step = layer(name, (4 * processors - 2) * PAGE, group, heads=1)
+            machine = runner.Machine("kvc_attend.*", processors=processors, backwards=backwards, counters=1)
             kv.op = lambda *args, machine=machine, **options: machine.call("attend", *args, **options)
             kv.attend(*step)
-            assert len(machine.blocks) == runs
             block = machine.blocks[0 if backwards else -1]
             last.append(sum(w.executed for w in block.warps) / len(block.warps))
-        counted.append(last[0] - last[1])
-    each = (counted[1] - counted[0]) / 16
-    return counted[0] - 16 * each, each
+        counted.append((len(machine.blocks), last[0] - last[1]))
+    (few, less), (many, more) = counted
+    each = (more - less) / (many - few)
+    return less - few * each, each
 
 
 def prefill(name: str) -> tuple[float, float, float, float, float]:
@@ -151,7 +152,9 @@ def share(
     pages, slots, all_blocks = tokens // PAGE, CORES * resident, sequences * heads * runs
     last = -(-(all_blocks % slots) // CORES)
     waves = all_blocks // slots * max(resident / RATE, alone) + (last > 0) * max(last / RATE, alone)
-    cycles = waves * (-(-pages // (4 * runs)) * each + ends)
+    raw = 4 * (4 if resident == 3 else 2)  # columns that the first and the last run have less: kvc_ends_of
+    relief = 0 if runs < 3 or pages < runs else min(raw, (pages - runs) // (runs - 2))
+    cycles = waves * (-(-(pages + 2 * relief) // (4 * runs)) * each + ends)
     if runs > 1:
         cycles += (join[0] + join[1] * runs) * alone
     moved = sequences * heads * pages * size
