@@ -186,8 +186,8 @@ class KVCache(MovableCache, DisplayMixin):
     @property
     def is_compileable(self) -> bool:
         """True with `max_length`, unless the model builds its own masks (PaliGemma 2, which does not compile with
-        transformers' StaticCache either)."""
-        return super().is_compileable and not self._masks_itself
+        transformers' StaticCache either). Without super(), which torch 2.11 does not trace."""
+        return bool(self.layers) and not self._masks_itself and all(layer.is_compileable for layer in self.layers)
 
     @property
     def is_updated(self) -> Any:

@@ -160,7 +160,7 @@ def test_no_pinned_memory_is_a_memory_error(monkeypatch):
 
 @GPU
 def test_on_a_gpu():
-    device = torch.device("cuda")
+    device = torch.device("cuda", 0)
     pool = _C.Pool(1 << 26)
     pieces = np.stack([pool.take(np.full(64, SIZE)), np.full(64, SIZE)], 1)
     arena, tiers = Arena(pool, device), Tiers()
