@@ -20,6 +20,7 @@ def main() -> None:
 
     torch.set_num_threads(threads)
     current_platform.import_kernels()
+    torch.cpu._init_amx()  # asks Linux for AMX; without it, vLLM's kernels are killed (SIGILL)
     torch.manual_seed(0)
     k, v = torch.randn(2, B, S, H, D).bfloat16()
     q = torch.randn(B, T, Hq, D).bfloat16()
