@@ -49,8 +49,9 @@ void kvc_amx_release(void);
 #define kvc_amx_release() _tile_release()
 #endif
 
-/* Prefetches lines [first, first + n) of the page that lies `ahead` bytes from this one (0: nothing). */
-static inline void kvc_amx_fetch(const uint8_t *at, int64_t first, int64_t n, ptrdiff_t ahead)
+/* Prefetches lines [first, first + n) of the page that is `ahead` bytes after this one (0: none). Must be inlined: gcc
+ * treats a function that only prefetches as free of side effects and removes its calls. */
+INLINE void kvc_amx_fetch(const uint8_t *at, int64_t first, int64_t n, ptrdiff_t ahead)
 {
     for (int64_t i = first; i < first + n; i++) kvc_prefetch(at, i, ahead);
 }
