@@ -33,6 +33,19 @@ def test_no_cpp_and_no_torch_symbol_is_linked():
     assert Path(_C.__file__).name == "_C.abi3.so"
 
 
+@pytest.mark.skipif(not shutil.which("objdump"), reason="no objdump")
+def test_kernels_prefetch():
+    """gcc removes calls of functions that only prefetch, unless they are always inlined."""
+    code = subprocess.run(["objdump", "-d", _C.__file__], check=True, capture_output=True, text=True).stdout
+    kernels = {
+        m[1]: m[2]
+        for m in re.finditer(r"^\w+ <(kvc_(?!scalar)\w+_(?:qk|pv)_\w+)>:\n(.*?)\n\n", code, re.MULTILINE | re.DOTALL)
+    }
+    if not kernels:
+        pytest.skip("a stripped build, or scalar kernels only")
+    assert not [name for name, x in kernels.items() if "prefetch" not in x and "prfm" not in x]
+
+
 def test_no_compiler_is_one_line(tmp_path):
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", str(tmp_path), "--build-lib", str(tmp_path)],

@@ -15,6 +15,7 @@
 #include "amx.h"
 
 #include "avx512_ints.h"
+#include "base/util.h"
 
 /* Tiles whose products are made before their sums are read: loads wait until a store to the same bytes has retired, so that
  * one by one each tile would wait for the last. */
@@ -139,7 +140,7 @@ INLINE void int_pv(int BITS, kvc_pv_args args)
         const uint8_t *v = args.tiles + t * args.dim * BITS / 8;
         if (BITS < 8) unpack_value(BITS, v, args.dim, args.ahead, codes);
         for (int64_t r = 0; r < args.rows; r += 4)
-            weigh(args.p + r * args.ld + t, args.ld, args.rows - r, args.meta + 2 * t, KVC_WIDE_STEP, !two,
+            weigh(args.p + r * args.ld + t, args.ld, kvc_min(4, args.rows - r), args.meta + 2 * t, KVC_WIDE_STEP, !two,
                   (digits_of){hi[r], lo[r], KVC_WIDE_STEP, step + r, sum + r});
         if (BITS < 8) v = codes;
         kvc_amx_load(2, hi, KVC_AMX_BYTES);
