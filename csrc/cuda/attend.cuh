@@ -287,7 +287,7 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     if (staged) stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, groups) + warp * kvc_stage_bytes(dims));
     uint8_t *pipe = (uint8_t *)kvc_group_query(call, groups) + warp * call->pipe; /* used if nothing is staged */
     kvc_softmax state = {{KVC_NO_MAX, KVC_NO_MAX}, {0, 0}, 1};
-    KVC_UNROLL for (int i = 0; i < 2; i++) if (q->spoilt >> (2 * (lane & 3) + i) & 1) state.l[i] = NAN;
+    KVC_UNROLL for (int i = 0; i < 2; i++) if (q->nonfinite >> (2 * (lane & 3) + i) & 1) state.l[i] = NAN;
     float o[KVC_CUDA_DIM / 4 + KVC_MIDDLES];
     KVC_UNROLL for (int x = 0; x < dims / 4 + KVC_MIDDLES; x++) o[x] = 0;
     kvc_page_room *page = &room->page[warp];

@@ -19,7 +19,7 @@ typedef struct kvc_wide_room {
     kvc_row row;
     uint32_t words[4];
     int32_t slot[ROWS]; /* slot of the row's token; -1: no row */
-    uint32_t spoilt[ROWS];
+    uint32_t nonfinite[ROWS];
     float s[ROWS][TOKENS], m[ROWS], l[ROWS], keep[ROWS];
 } kvc_wide_room;
 
@@ -54,17 +54,17 @@ KVC_DEVICE void kvc_wide_queries(const kvc_call *call, const kvc_wide *w, int h,
     int64_t r = row0 + n, token = r / group;
     bool there = token < of->queries;
     const uint8_t *row = kvc_dense_row(&a->q, of->batch, h * group + (there ? r % group : 0), there ? token : 0);
-    bool spoilt = false;
+    bool nonfinite = false;
     for (int d = lane; d < w->query_dim; d += 32) {
         float x = there ? kvc_element(row, a->q.dtype, d) : 0;
-        if ((kvc_f32_bits(x) & 0x7f800000) == 0x7f800000) spoilt = true;
+        if ((kvc_f32_bits(x) & 0x7f800000) == 0x7f800000) nonfinite = true;
         w->q[n * w->query_dim + d] = x;
     }
-    spoilt = kvc_warp_any(spoilt);
-    for (int d = lane; spoilt && d < w->query_dim; d += 32) w->q[n * w->query_dim + d] = 0;
+    nonfinite = kvc_warp_any(nonfinite);
+    for (int d = lane; nonfinite && d < w->query_dim; d += 32) w->q[n * w->query_dim + d] = 0;
     if (lane == 0) {
         w->room->slot[n] = there ? (int32_t)(of->query_slot + token) : -1;
-        w->room->spoilt[n] = spoilt;
+        w->room->nonfinite[n] = nonfinite;
         w->room->m[n] = -INFINITY;
         w->room->l[n] = 0;
     }
@@ -189,7 +189,7 @@ KVC_KERNEL(kvc_attend_wide, kvc_call, THREADS, 1)
     float *from = a.partial + of * a.runs * ROWS * (dim + 2), *to = from + run * ROWS * (dim + 2);
     KVC_UNROLL for (int n = 0; n < ROWS; n++)
     {
-        float m = w.room->m[n], l = w.room->spoilt[n] ? NAN : w.room->l[n];
+        float m = w.room->m[n], l = w.room->nonfinite[n] ? NAN : w.room->l[n];
         if (row0 + n >= row->queries * a.group) continue;
         if (a.runs == 1) {
             kvc_put_out(&a, row, b, h, (int)row0 + n, o[n], m, l, dim, kvc_thread(), false, THREADS, SUMS);

@@ -46,7 +46,7 @@ typedef struct kvc_lists {
     kvc_item *attend, *write;
     uint32_t *counts; /* lengths of both lists */
     int64_t attend_most, write_most, own_most;
-    uint32_t *spoilt; /* [batch] or NULL: 1 if k or v had NaN or Inf; the output is NaN then */
+    uint32_t *nonfinite; /* [batch] or NULL: 1 if k or v had NaN or Inf; the output is NaN then */
 } kvc_lists;
 
 /* A call, as passed to kernels. */

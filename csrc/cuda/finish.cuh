@@ -46,7 +46,7 @@ KVC_DEVICE void kvc_put_out(const kvc_call *call, const kvc_row *row, int b, int
     const kvc_attend_args *a = &call->a;
     int G = (int)call->group, t = row->queries == 1 ? 0 : (int)((uint32_t)r / (uint32_t)G), hq = h * G + r - t * G;
     bool sees = m > -INFINITY, narrow = a->out.dtype == KVC_F16;
-    if (!(l > 0) || (call->lists.spoilt && call->lists.spoilt[b])) l = NAN;
+    if (!(l > 0) || (call->lists.nonfinite && call->lists.nonfinite[b])) l = NAN;
     int64_t lse = kvc_times(call->lists.segments ? 1 : a->query_heads * a->Tq, row->batch) + kvc_times(a->Tq, hq) + t;
     if (lane == 0 && a->lse) a->lse[lse] = sees ? m + logf(l) : -INFINITY;
     if (a->s_aux && sees) l += expf(a->s_aux[hq] - m);

@@ -225,7 +225,7 @@ KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
     if (b < 0) return;
     int warp = kvc_warp(), lane = kvc_lane(), g = lane >> 2, t = lane & 3;
     const bool bf16 = call->own_raw == KVC_RAW_BF16;
-    if (kvc_thread() < KVC_PREFILL_ROWS / 32) room->spoilt[kvc_thread()] = 0;
+    if (kvc_thread() < KVC_PREFILL_ROWS / 32) room->nonfinite[kvc_thread()] = 0;
     if (lane == 0) room->page[warp].pair = -1;
     kvc_row_shared(call, b, h, &room->row);
     const kvc_row *row = &room->row;
@@ -245,7 +245,7 @@ KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
         state.m[i] = KVC_NO_MAX;
         state.newest[i] = row0 + n < (int)(row->queries * call->group) ? (int32_t)slot : -1;
         state.oldest[i] = (int32_t)kvc_oldest_slot(call, row, slot);
-        if (room->spoilt[n / 32] >> n % 32 & 1) l[2 * i] = l[2 * i + 1] = NAN;
+        if (room->nonfinite[n / 32] >> n % 32 & 1) l[2 * i] = l[2 * i + 1] = NAN;
     }
     uint32_t columns = (uint32_t)kvc_row_columns(call, row);
     int begin = (int)(columns * run / runs), end = (int)(columns * (run + 1) / runs), rotated = -1;

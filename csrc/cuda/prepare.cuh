@@ -165,11 +165,11 @@ KVC_DEVICE void kvc_query_eight(const kvc_call *call, const kvc_queries *of, con
     const uint8_t *at = row.at ? row.at + 16 * t : NULL;
     kvc_quad w[KVC_CUDA_DIM / 32];
     KVC_UNROLL for (int m = 0; m < dims / 32; m++) w[m] = kvc_query_words(at ? at + 64 * m : NULL, flip);
-    uint32_t most = kvc_query_most(bf16, dims, w), spoilt = most >= (bf16 ? 0x7f80 : 0x7c00), rows = 0;
-    if (kvc_warp_any(spoilt)) {
-        if (spoilt) at = NULL, most = 0;
-        KVC_UNROLL for (int m = 0; m < dims / 32; m++) KVC_UNROLL for (int i = 0; i < 4; i++) if (spoilt) w[m].w[i] = 0;
-        KVC_UNROLL for (int k = 0; k < 8; k++) rows |= kvc_shuffle(spoilt, 4 * k) << k;
+    uint32_t most = kvc_query_most(bf16, dims, w), bad = most >= (bf16 ? 0x7f80 : 0x7c00), rows = 0;
+    if (kvc_warp_any(bad)) {
+        if (bad) at = NULL, most = 0;
+        KVC_UNROLL for (int m = 0; m < dims / 32; m++) KVC_UNROLL for (int i = 0; i < 4; i++) if (bad) w[m].w[i] = 0;
+        KVC_UNROLL for (int k = 0; k < 8; k++) rows |= kvc_shuffle(bad, 4 * k) << k;
     }
     uint32_t e = bf16 ? most >> 7 : kvc_f32_bits(kvc_widen(most, 0)) >> 23;
     uint32_t unit = (e < 20 ? 20 : e > 252 ? 252 : e) << 23, inverse = 0x7f000000 - unit;
@@ -188,7 +188,7 @@ KVC_DEVICE void kvc_query_eight(const kvc_call *call, const kvc_queries *of, con
     q->step[KVC_FORM_BF16][n] = scale;
     q->step[KVC_FORM_F16][n] = q->step[KVC_FORM_MEAN][n] = bf16 ? of_unit : scale;
     q->step[KVC_FORM_INT4][n] = q->step[KVC_FORM_INT2][n] = of_unit * (1 / (1024 * KVC_GRAIN));
-    if (n == 0) q->spoilt = rows;
+    if (n == 0) q->nonfinite = rows;
 }
 
 /* The initial values of sums of codes, from the warps' partial sums. */
@@ -232,7 +232,7 @@ KVC_DEVICE void kvc_prepare(const kvc_call *call, const kvc_queries *of, const u
     if (kvc_thread() < groups) {
         kvc_query *q = kvc_group_query(call, kvc_thread());
         q->rest = 0;
-        if (!call->eights) q->spoilt = 0;
+        if (!call->eights) q->nonfinite = 0;
         KVC_UNROLL for (int form = 0; form < KVC_FORMS; form++) q->at[form] = call->form_at[form];
     }
     if (kvc_lane() == 0) room->page[kvc_warp()].pair = -1;

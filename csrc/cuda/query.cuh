@@ -64,7 +64,7 @@ typedef struct kvc_query {
     alignas(16) float step[KVC_FORMS][8]; /* value of a unit of the fragments, times the softmax scale */
     float base[2][4][4]; /* for codes: initial values of sums, with the middle subtracted; rows 2t, 2t + 1 twice */
     alignas(16) int32_t slot[8]; /* slot of the row's token; -1: no row */
-    uint32_t spoilt;             /* mask of rows with NaN or Inf */
+    uint32_t nonfinite;          /* mask of rows with NaN or Inf */
     uint32_t rest;               /* mask of forms whose second part is not 0 */
     int32_t at[KVC_FORMS];       /* byte offset of each form */
     float part[2][4][8];         /* for codes: each warp's partial sum of a row, for base */
@@ -180,15 +180,15 @@ KVC_DEVICE void kvc_query_fill(const kvc_call *call, const kvc_queries *of, kvc_
     int group = (int)call->group, token = (int)((uint32_t)r / (uint32_t)group);
     bool there = token < (int)of->count;
     float x[KVC_PARTS] = {0};
-    bool spoilt = false;
+    bool nonfinite = false;
     const uint8_t *row =
         kvc_dense_row(&a->q, of->batch, h * group + (there ? r - token * group : 0), there ? token : 0);
     KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < dim)
     {
         x[k] = there ? kvc_element(row, a->q.dtype, 16 * k + kvc_half_lane()) : 0;
-        if ((kvc_f32_bits(x[k]) & 0x7f800000) == 0x7f800000) spoilt = true;
+        if ((kvc_f32_bits(x[k]) & 0x7f800000) == 0x7f800000) nonfinite = true;
     }
-    uint32_t any = spoilt;
+    uint32_t any = nonfinite;
     KVC_UNROLL for (int i = 8; i > 0; i /= 2) any |= kvc_shuffle_xor(any, i);
     KVC_UNROLL for (int k = 0; k < dims / 16; k++)
     {
@@ -197,7 +197,7 @@ KVC_DEVICE void kvc_query_fill(const kvc_call *call, const kvc_queries *of, kvc_
     }
     if (kvc_half_lane() == 0) {
         q->slot[n] = there ? (int32_t)(of->slot + token) : -1;
-        if (any) kvc_atomic_or(&q->spoilt, 1u << n);
+        if (any) kvc_atomic_or(&q->nonfinite, 1u << n);
     }
     float most = kvc_absmax(x, dims / 16);
     KVC_UNROLL for (int form = 0; form < KVC_FORMS; form++)

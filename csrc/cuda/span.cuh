@@ -24,7 +24,7 @@ enum kvc_row_form { KVC_ROWS_GIVEN, KVC_ROWS_F16, KVC_ROWS_ROTATED };
 typedef struct kvc_prefill_room {
     kvc_row row;
     kvc_page_room page[KVC_PREFILL_ROWS / 16]; /* of each warp */
-    uint32_t words[4], spoilt[KVC_PREFILL_ROWS / 32];
+    uint32_t words[4], nonfinite[KVC_PREFILL_ROWS / 32];
     int32_t slots[KVC_SPAN];
     alignas(16) uint32_t mean[2][KVC_SPAN]; /* mean of K's page in q's dtype, and its remainder */
 } kvc_prefill_room;
@@ -96,7 +96,7 @@ KVC_DEVICE void kvc_put_row(const kvc_call *call, const kvc_prefill *of, int for
     if (kvc_half_lane() == 0) kvc_row_steps_of(call, of, form, dims)[n] = unit;
 }
 
-/* Converts all rows of the block to all forms; sets bits of rows with NaN or Inf in room->spoilt, which must be 0
+/* Converts all rows of the block to all forms; sets bits of rows with NaN or Inf in room->nonfinite, which must be 0
  * before. */
 KVC_DEVICE void kvc_prefill_queries(const kvc_call *call, const kvc_prefill *of, kvc_prefill_room *room, const int dims,
                                     int h, int row0)
@@ -110,19 +110,19 @@ KVC_DEVICE void kvc_prefill_queries(const kvc_call *call, const kvc_prefill *of,
         const uint16_t *from = (const uint16_t *)kvc_dense_row(
             &a->q, room->row.batch, h * group + (there ? r - token * group : 0), there ? token : 0);
         float x[KVC_PARTS];
-        uint32_t bits[KVC_PARTS], spoilt = 0;
+        uint32_t bits[KVC_PARTS], nonfinite = 0;
         KVC_UNROLL for (int k = 0; k < dims / 16; k++)
         {
             bits[k] = there ? from[16 * k + kvc_half_lane()] : 0;
             x[k] = a->q.dtype == KVC_F16 ? kvc_widen(bits[k], 0) : kvc_f32_of_bits(bits[k] << 16);
-            if ((kvc_f32_bits(x[k]) & 0x7f800000) == 0x7f800000) spoilt = 1;
+            if ((kvc_f32_bits(x[k]) & 0x7f800000) == 0x7f800000) nonfinite = 1;
         }
-        KVC_UNROLL for (int i = 8; i > 0; i /= 2) spoilt |= kvc_shuffle_xor(spoilt, i);
-        if (spoilt && kvc_half_lane() == 0) kvc_atomic_or(&room->spoilt[n / 32], 1u << n % 32);
+        KVC_UNROLL for (int i = 8; i > 0; i /= 2) nonfinite |= kvc_shuffle_xor(nonfinite, i);
+        if (nonfinite && kvc_half_lane() == 0) kvc_atomic_or(&room->nonfinite[n / 32], 1u << n % 32);
         KVC_UNROLL for (int k = 0; k < dims / 16; k++)
         {
             if (a->scale < 0) x[k] = -x[k], bits[k] ^= 0x8000; /* steps are positive */
-            if (spoilt) x[k] = 0, bits[k] = 0;
+            if (nonfinite) x[k] = 0, bits[k] = 0;
             *(uint16_t *)(of->q + kvc_row_place(n, dims, 16 * k + kvc_half_lane())) = (uint16_t)bits[k];
         }
         if (of->forms >> KVC_ROWS_F16 & 1) kvc_put_row(call, of, KVC_ROWS_F16, dims, n, x);

@@ -58,10 +58,10 @@ KVC_DEVICE void kvc_put_cell(uint8_t *tiles, int key, bool wide, int dim, int t,
 KVC_DEVICE void kvc_put_number(const kvc_call *call, int key, int d, uint32_t bits, kvc_token_to to)
 {
     const bool wide = call->own_raw == KVC_RAW_F32;
-    const uint32_t spoilt = wide ? 0x7f800000 : call->own_raw == KVC_RAW_F16 ? 0x7c00 : 0x7f80;
+    const uint32_t exponent = wide ? 0x7f800000 : call->own_raw == KVC_RAW_F16 ? 0x7c00 : 0x7f80;
     int dim = (int)(key ? call->a.store.key_dim : call->a.store.value_dim);
     if (d >= dim) return;
-    if ((bits & spoilt) == spoilt) {
+    if ((bits & exponent) == exponent) {
         bits &= wide ? 0x80000000 : 0x8000;
         kvc_flag(call->flags, KVC_FLAG_FINITE);
     }

@@ -191,7 +191,7 @@ static int64_t varlen_plan(const kvc_varlen_args *v, const kvc_cuda *on, kvc_var
     int64_t longest = v->max_query && v->max_query < v->tokens ? v->max_query : v->tokens;
     int64_t typical = v->max_query ? longest : (v->tokens + v->batch - 1) / v->batch;
     int64_t used = kvc_call_plan(&a, on, longest, typical, &c->call);
-    c->call.lists.spoilt = (uint32_t *)v->flags;
+    c->call.lists.nonfinite = (uint32_t *)v->flags;
     c->table = (int64_t *)(uintptr_t)c->call.a.store.table;
     c->rows = (int64_t *)(uintptr_t)c->call.a.store.rows;
     c->seals = (int64_t *)(uintptr_t)c->call.a.seals;

@@ -130,8 +130,8 @@ KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 1)
         kvc_row_shared(&a, b, h, &room->row);
         const kvc_row *row = &room->row;
         kvc_source rows = {NULL, key ? &a.a.k : &a.a.v, row->batch, h, c * a.own_page, row->own_at};
-        rows.flags = a.lists.spoilt ? a.lists.spoilt + b : a.flags;
-        rows.bit = a.lists.spoilt ? 1 : 0;
+        rows.flags = a.lists.nonfinite ? a.lists.nonfinite + b : a.flags;
+        rows.bit = a.lists.nonfinite ? 1 : 0;
         task.rows = rows;
         if (c >= own_columns) {
             c += kvc_column(row->stored, s->sinks, s->page_size) - own_columns;

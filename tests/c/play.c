@@ -121,7 +121,7 @@ static void fill(const play *p, const kvc_dense *x, int64_t heads, int64_t T, in
 }
 
 /* Sets the first query of the first head and the last query of the last head to NaN or Inf, in the dtype's bits. */
-static void spoil(const play *p, const kvc_attend_args *a)
+static void set_nonfinite(const play *p, const kvc_attend_args *a)
 {
     static const uint16_t bits[2][3] = {{0, 0x7e00, 0x7fc0}, {0, 0x7c00, 0x7f80}};
     for (int64_t b = 0; b < p->batch && a->Tq; b++)
@@ -152,7 +152,7 @@ static void begin(call *c, play *p, const step *how)
     c->a.lse = play_poison(B * Hq * c->Tq, sizeof(float));
     memset(c->a.out.data, 0xff, (size_t)(B * Hq * c->Tq * out_dim(p)) * 4);
     fill(p, &c->a.q, Hq, c->Tq, query_dim(p), 0);
-    if (how->wild) spoil(p, &c->a);
+    if (how->wild) set_nonfinite(p, &c->a);
     fill(p, &c->a.k, s->heads, c->T, s->key_dim, p->loud);
     fill(p, &c->a.v, s->heads, c->T, s->value_dim, 0);
     c->real = play_room(B * c->T, 1);

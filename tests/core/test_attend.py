@@ -339,9 +339,9 @@ def test_nan_in_q_stays_in_its_row(key, stored, T, dtype, options):
         store.step(x[:, :, :0], k[:, :, :stored], v[:, :, :stored])
         results.append(store.step(x, k[:, :, stored:], v[:, :, stored:], **options))
     (out, lse), (got, got_lse) = results
-    spoiled = (bad != q).any(-1)
-    assert got[spoiled].isnan().all() and got_lse[spoiled].isnan().all()
-    assert torch.equal(got[~spoiled], out[~spoiled]) and torch.equal(got_lse[~spoiled], lse[~spoiled])
+    nonfinite = (bad != q).any(-1)
+    assert got[nonfinite].isnan().all() and got_lse[nonfinite].isnan().all()
+    assert torch.equal(got[~nonfinite], out[~nonfinite]) and torch.equal(got_lse[~nonfinite], lse[~nonfinite])
     assert out.isfinite().all() and lse.isfinite().all()
 
 

@@ -159,9 +159,9 @@ def test_a_later_one_is_not_and_says_so_until_reset(hybrid):
     with pytest.raises(ValueError, match="NaN"):
         run(hybrid, cache, 1)
     hook.remove()
-    for spoilt in (cache, copy.deepcopy(cache)):
+    for failed in (cache, copy.deepcopy(cache)):
         with pytest.raises(ValueError, match=r"linear-attention.*got.*reset"):
-            run(hybrid, spoilt, 1)
+            run(hybrid, failed, 1)
     run(hybrid, twin, 20)
     assert torch.equal(run(hybrid, before, 1), run(hybrid, twin, 1))
     cache.reset()
@@ -195,9 +195,9 @@ def test_states_that_are_ahead_are_not_taken_for_whole(filled):
         for T in (filled, 1) if filled else ():
             run(m, c, T)
     break_off(m, cache, m.model.layers[1].mlp, 9)
-    for spoilt in (cache, copy.deepcopy(cache)):
+    for failed in (cache, copy.deepcopy(cache)):
         with pytest.raises(ValueError, match=r"linear-attention.*got.*reset"):
-            run(m, spoilt, 1)
+            run(m, failed, 1)
     for c in (cache, twin):
         c.reset()
     for T in (9, 1, 1):

@@ -96,7 +96,7 @@ def test_a_tier_whose_files_go() -> None:
     """A file that is missing, truncated or changed: the call raises and the cache is unchanged; with the file restored
     it continues."""
     want = cache_goes_on(filled("plain"))[0]
-    for spoil in (
+    for damage in (
         lambda path, data: path.unlink(),
         lambda path, data: path.write_bytes(data[:-64]),
         lambda path, data: path.write_bytes(bytes([data[0] ^ 1]) + data[1:]),
@@ -106,7 +106,7 @@ def test_a_tier_whose_files_go() -> None:
             cache.use_tiers(tiers, resident=0, unit=1)
             path = sorted(Path(tiers._folder).iterdir())[which]
             good = path.read_bytes()
-            spoil(path, good)
+            damage(path, good)
             with pytest.raises((OSError, ValueError)):
                 feed(cache, 1, 70)
             INJECTED["files of a tier"] += 1

@@ -49,18 +49,18 @@ def test_calibrated_float64():
     assert error(out, scores.softmax(-1) @ V) < 1e-5 and (lse - scores.logsumexp(-1)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("spoil", [
+@pytest.mark.parametrize("change", [
     lambda maps: maps[:3], lambda maps: list(maps), lambda maps: (None, *maps[1:]),
     lambda maps: (*maps[:3], maps[0][:1]),
     lambda maps: (maps[0].double(), *maps[1:]), lambda maps: (maps[0].mT, *maps[1:]),
     lambda maps: (maps[0].to("meta"), *maps[1:]), lambda maps: (maps[0][0], *maps[1:]),
 ])  # fmt: skip
-def test_maps_that_it_does_not_take(spoil):
+def test_maps_that_it_does_not_take(change):
     kv = PagedKV(H, D, key="int8", basis=basis())
     kv.append(*draw(5)[1:])
     before, store = state(kv), kv.page_store
     q, k, v = draw(1, 1)
-    assert store.table.step(q, k, v, 0.1, 0, 0.0, spoil(store.maps)) is None and same(state(kv), before)
+    assert store.table.step(q, k, v, 0.1, 0, 0.0, change(store.maps)) is None and same(state(kv), before)
 
 
 @pytest.mark.parametrize("calibrated", [False, True])

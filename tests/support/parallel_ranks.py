@@ -239,9 +239,9 @@ def full(folder: Path) -> None:
         one, ours = PagedKV(2, 32, **options), ShardedKV(2, 32, **options)
         failed = 0
         for q, k, v, mask in calls():
-            spoilt = k.clone()
-            spoilt[0, 0, 0, 0] = torch.nan  # held by one rank
-            for n, own in enumerate((spoilt, *[k] * 99)):
+            with_nan = k.clone()
+            with_nan[0, 0, 0, 0] = torch.nan  # held by one rank
+            for n, own in enumerate((with_nan, *[k] * 99)):
                 before = ours.seen, [x.clone() for x in PagedKV.dense(ours)] if policy is None else ()
                 _C.alloc_fail_at(n if rank == 1 else 0)
                 try:
