@@ -1,24 +1,25 @@
-"""Warp instructions a page of 64 tokens x 128 dims that decode takes, counted on machine code for sm_90, beside
-what lets memory bind: `make gpu-budget`. Everything in the loop over pages counts, in the warp that has most of
-it; what is counted is the difference of two lengths. The share of HBM that may be had is modelled from the
-count alone:
+"""Counts the warp instructions of attention per page, and compares them with targets: `make gpu-budget`.
 
-    H200: 132 multiprocessors of 4 schedulers at 1.755 GHz, 4.8 TB/s; as many runs as the host cuts a row into;
-    3 blocks a multiprocessor at a time (2 of 8 and 16 bits), a warp of each on every scheduler, which issues 0.6 a
-    cycle or what its warps can: one by itself waits for what it has begun, and takes `alone` cycles an instruction,
-    from a replay of its trace against its encoded stalls (replay.py, with the latencies that are assumed there); of a
-    row's runs those in the middle count, as the first and the last have less pages beside the raw ones;
-    3 us for the launch of attention; the new token, which one block of a row writes, is among the ends that are printed
-    (`ends`), and not in the share (but of raw), nor is a launch that writes it where attention does not; the block that
-    comes last makes one of its runs, which is counted, for 16 runs and 32.
+For decode, a page has 64 tokens x 128 dims, and the machine code is for sm_90. All instructions of the loop over pages
+are counted, in the warp with the most; the count is the difference of two lengths. The targets let memory be the
+bottleneck. The achievable share of HBM bandwidth is modelled from the count alone:
 
-Of prefill the same, for a block of 128 query rows and a page, and what tensor cores could then do: per multiprocessor
-the longest of issuing (as above), of MMAs (m16n8k16 in 8 cycles of one of 4 tensor cores, as on sm_80) and of shared
-memory (128 bytes a cycle), and 1,000 cycles for two barriers and a load from L2 that nothing hides. Codes (what is
-loaded 16 bytes a lane) come from memory once for the block.
+    H200: 132 multiprocessors with 4 schedulers at 1.755 GHz, 4.8 TB/s. A row is split into as many runs as the host
+    selects. 3 blocks per multiprocessor at a time (2 for 8 and 16 bits), with one warp of each on every scheduler. A
+    scheduler issues 0.6 instructions per cycle, or less if its warps stall: a single warp takes `alone` cycles per
+    instruction, from a replay of its trace with the encoded stalls (replay.py, with assumed latencies). Runs in the
+    middle of a row are modelled, because the first and the last have fewer pages besides the raw ones. The launch of
+    attention takes 3 us. The new token, which one block of a row writes, is included in the printed prologue and
+    epilogue (`ends`), but not in the share (except for raw); a separate launch that writes it is not included. The last
+    block merges its runs, which is counted for 16 and 32 runs.
 
-It says nothing of caches, of latency that is not hidden, or of clocks under load: what an H200 does is in
-docs/cuda-speed.md.
+For prefill, the same is counted for a block of 128 query rows and a page, and the resulting rate of the tensor cores is
+modelled: per multiprocessor the longest of issuing (as above), MMAs (m16n8k16 in 8 cycles on one of 4 tensor cores, as
+on sm_80) and shared memory (128 bytes per cycle), plus 1,000 cycles for two barriers and an L2 load that are not
+hidden. Codes (loads of 16 bytes per lane) are loaded from memory once per block.
+
+Caches, latency that is not hidden, and clocks under load are not modelled: docs/cuda-speed.md has measurements on an
+H200.
 """
 
 import argparse
@@ -33,27 +34,28 @@ from kvcompress import _C, PagedKV, formats
 PAGE, DIM, HEADS = 64, 128, 6
 BUDGETS = {"raw": (3200, 85, 70), "int8": (2200, 80, 60), "fp8_e4m3": (2200, 80, 60), "int4": (1600, 70, 45),
            "int2": (1100, 55, 35)}  # fmt: skip
-"""Instructions a page; % of HBM at 8 sequences of 32K tokens, and at one."""
+"""Instructions per page; % of HBM bandwidth at 8 sequences of 32K tokens, and at one."""
 ENDS = 3000
-"""Instructions of a warp before and after its pages."""
+"""Instructions per warp before and after its pages."""
 PREFILL, EXPOSED = 200, 1000
-"""TFLOP/s wanted; cycles."""
+"""Target TFLOP/s; cycles that are not hidden."""
 CORES, SCHEDULERS, CLOCK, RATE, HBM, LAUNCH = 132, 4, 1.755e9, 0.6, 4.8e12, 3e-6
 
 
 def layer(
     name: str, tokens: int, group: int, own: int = 1, heads: int = HEADS, writes: bool = False
 ) -> tuple[PagedKV, list[torch.Tensor]]:  # fmt: skip
-    """And its next call; writes: which has nothing to seal, so that attention writes the token."""
+    """Returns a layer and its next call. writes: the call has nothing to seal, so attention writes the token."""
     random = torch.Generator().manual_seed(1)
     kv = PagedKV(heads, DIM, key=name, page_size=PAGE, dtype=torch.bfloat16)
-    for n in (tokens - 1, 1) if writes else (tokens,):  # a call of one token seals what is full
+    for n in (tokens - 1, 1) if writes else (tokens,):  # a call of one token seals full pages
         kv.append(*(torch.randn(1, heads, n, DIM, generator=random).bfloat16() for _ in range(2)))
     return kv, [torch.randn(1, h, own, DIM, generator=random).bfloat16() for h in (heads * group, heads, heads)]
 
 
 def blocks(name: str, pages: int, group: int, traced: bool = False, writes: bool = False) -> list[runner.Block]:
-    """One run over all pages: a launch's first block, on a multiprocessor that its heads fill, by twos or by threes."""
+    """The first block of a launch with one run over all pages. The heads fill the multiprocessor, whether it holds two
+    or three blocks at a time."""
     kv, step = layer(name, pages * PAGE, group, writes=writes)
     machine = runner.Machine("kvc_attend.*", processors=1, most=1, traced=traced)
     kv.op = lambda *args, **options: machine.call("attend", *args, **options)
@@ -65,8 +67,8 @@ def blocks(name: str, pages: int, group: int, traced: bool = False, writes: bool
 
 
 def measured(name: str, group: int) -> tuple[float, float, float, float]:
-    """Warp instructions a page, and of a warp besides; cycles an instruction of a warp by itself; instructions of
-    a warp besides where the block writes the token."""
+    """Warp instructions per page, and other ones per warp; cycles per instruction of a single warp; other
+    instructions per warp if the block writes the token."""
     found, alone = [], 0.0
     for pages in (32, 64):
         ran = blocks(name, pages, group, traced=pages == 32)
@@ -83,8 +85,8 @@ def measured(name: str, group: int) -> tuple[float, float, float, float]:
 
 
 def joined(name: str, group: int) -> tuple[float, float]:
-    """Instructions of a warp of the block that comes last, for all runs together and for each: what the block of the
-    last run takes more if it comes last than if it comes first."""
+    """Instructions per warp of the block that merges runs, in total and per run: the difference for the block of the
+    last run between finishing last and finishing first."""
     counted = []
     for processors in (16, 32):
         last = []
@@ -102,8 +104,8 @@ def joined(name: str, group: int) -> tuple[float, float]:
 
 
 def prefill(name: str) -> tuple[float, float, float, float, float]:
-    """Of a block of 128 rows and a page: warp instructions, of which MMAs; bytes through shared memory, and of codes
-    from memory; modelled TFLOP/s."""
+    """For a block of 128 rows and a page: warp instructions, MMAs among them, bytes through shared memory, bytes of
+    codes from memory, modelled TFLOP/s."""
     counted = []
     for pages in (4, 12):
         kv, step = layer(name, pages * PAGE, 4, own=32)
@@ -125,7 +127,7 @@ def prefill(name: str) -> tuple[float, float, float, float, float]:
 
 
 def chosen(name: str, group: int, sequences: int, tokens: int = 32768, heads: int = 8) -> int:
-    """Runs that the host cuts a row into: of the call's launch, of which nothing runs."""
+    """The number of runs that the host selects for a row, from the call's launch, which is not executed."""
     kv = PagedKV(heads, DIM, key=name, page_size=PAGE, dtype=torch.bfloat16, batch=sequences)
     blocks: list[int] = []
     one = [torch.zeros(sequences, h, 1, DIM, dtype=torch.bfloat16) for h in (heads * group, heads, heads)]
@@ -146,13 +148,13 @@ def share(
     name: str, size: int, counted: tuple[float, float, float], join: tuple[float, float], sequences: int, runs: int,
     tokens: int = 32768, heads: int = 8,
 ) -> float:  # fmt: skip
-    """% of HBM's bandwidth, by the model above: that of launch.cu, with what was counted now."""
+    """% of HBM bandwidth by the model above, which is that of launch.cu with the counted instructions."""
     each, ends, alone = counted
     resident = 3 if name in ("int4", "int2") else 2
     pages, slots, all_blocks = tokens // PAGE, CORES * resident, sequences * heads * runs
     last = -(-(all_blocks % slots) // CORES)
     waves = all_blocks // slots * max(resident / RATE, alone) + (last > 0) * max(last / RATE, alone)
-    raw = 4 * (4 if resident == 3 else 2)  # columns that the first and the last run have less: kvc_ends_of
+    raw = 4 * (4 if resident == 3 else 2)  # by how many columns the first and the last run are shorter: kvc_ends_of
     relief = 0 if runs < 3 or pages < runs else min(raw, (pages - runs) // (runs - 2))
     cycles = waves * (-(-(pages + 2 * relief) // (4 * runs)) * each + ends)
     if runs > 1:

@@ -1,5 +1,5 @@
-"""Floating point, conversions, tensor cores. MUFU is exact here, where hardware is an ulp or two off; an MMA's
-products are summed in float64 and rounded once to float32."""
+"""Floating point, conversions, tensor cores. MUFU is exact here, while hardware is off by an ulp or two; the
+products of an MMA are summed in float64 and rounded once to float32."""
 
 import numpy as np
 from instructions import Fault, U, combine, handles, low, signed
@@ -11,7 +11,8 @@ FUNCTIONS = {
 
 
 def _odd_sum(a, b):
-    """a + b in float64, odd where it is not exact: rounded to float32 it is then as if it had been exact."""
+    """a + b in float64, rounded to odd if inexact: a second rounding to float32 then gives the correctly rounded
+    sum."""
     total = a + b
     rest = total - a
     error = (a - (total - rest)) + (b - rest)
@@ -24,7 +25,7 @@ def _larger(a, b):
 
 
 def _rounded(value, modifiers):
-    """To float32: to the nearest, down, up, to 0."""
+    """Rounds to float32: to nearest, down, up or toward zero."""
     near = value.astype(np.float32)
     for way, towards, beyond in (("RM", -np.inf, np.greater), ("RP", np.inf, np.less), ("RZ", 0, _larger)):
         if way in modifiers:
@@ -33,7 +34,7 @@ def _rounded(value, modifiers):
 
 
 def _flushed(x, value):
-    """As .FTZ has it: numbers below the normal ones are 0."""
+    """Flushes subnormal numbers to 0, if .FTZ is set."""
     return np.where(np.abs(value) < 2.0**-126, np.copysign(0, value), value) if "FTZ" in x.modifiers else value
 
 
@@ -80,7 +81,7 @@ def _compared(kind, a, b):
     none = np.isnan(a) | np.isnan(b)
     ordered = {"LT": a < b, "LE": a <= b, "GT": a > b, "GE": a >= b, "EQ": a == b, "NE": (a != b) & ~none}
     result = none if kind == "NAN" else ~none if kind == "NUM" else ordered[kind[:2]]
-    return result | none if len(kind) == 3 and kind.endswith("U") else result  # true where one is NaN
+    return result | none if len(kind) == 3 and kind.endswith("U") else result  # true if one is NaN
 
 
 @handles("FSETP", "UFSETP", knows=f"{ORDERED} AND OR XOR FTZ")
@@ -91,7 +92,7 @@ def fsetp(w, x):
 
 @handles("FSET", knows=f"BF {ORDERED} AND OR XOR FTZ")
 def fset(w, x):
-    """1 or 0."""
+    """The result of a comparison as 1 or 0."""
     o, m = x.operands, x.modifiers
     if m[0] != "BF":
         raise Fault("unknown instruction: a mask of a comparison")
@@ -101,7 +102,7 @@ def fset(w, x):
 
 @handles("FCHK")
 def fchk(w, x):
-    """Is a division out of reach of the short way: exponents near the ends."""
+    """Whether a division needs the slow path: exponents near the limits."""
     numerator, divisor = (w.real(y).astype(np.float64) for y in x.operands[1:3])
     a, b = np.frexp(numerator)[1], np.frexp(divisor)[1]
     odd = ~np.isfinite(numerator) | ~np.isfinite(divisor) | (divisor == 0)
@@ -121,7 +122,7 @@ def i2f(w, x):
     m = x.modifiers
     if "U64" in m or "S64" in m:
         wide = w.wide(x.operands[1])
-        value = (wide if "U64" in m else wide.view(np.int64)).astype(np.longdouble)  # of 64 bits, at least
+        value = (wide if "U64" in m else wide.view(np.int64)).astype(np.longdouble)  # at least 64 bits
         _put(w, x.operands[0], _rounded(value, m))
         return
     value = w.value(x.operands[1])
@@ -192,7 +193,7 @@ def _pair(w, x, bf16=False):
 
 
 def _half_operands(w, operands):
-    """Operands behind the result: an immediate pair comes as two numbers, the upper first."""
+    """Operands after the result. An immediate pair consists of two numbers, the upper one first."""
     out, rest = [], [x for x in operands if x.kind not in ("P", "UP")]
     while rest:
         x = rest.pop(0)
@@ -221,7 +222,7 @@ def half2(w, x):
 
 @handles("HMNMX2", "VHMNMX", knows="BF16_V2 NAN")
 def hmnmx2(w, x):
-    """Of two or three; which of both the last operand says."""
+    """Minimum or maximum of two or three, by the last operand."""
     bf16, nan = "BF16_V2" in x.modifiers, "NAN" in x.modifiers
     terms = [_pair(w, y, bf16) for y in x.operands[1:-1]] if bf16 else _half_operands(w, x.operands[1:-1])
     least, out = w.predicate(x.operands[-1]), np.zeros(32, U)
@@ -234,13 +235,13 @@ def hmnmx2(w, x):
     w.write(x.operands[0], out)
 
 
-# ---------------------------------------------------------------- tensor cores: fragments as the PTX ISA has them
+# ---------------------------------------------------------------- tensor cores: fragments as in the PTX ISA
 
 G, T = np.arange(32) // 4, np.arange(32) % 4
 
 
 def _product(w, x, each, convert):
-    """A B, [16, 8], with `each` elements a register; then C's and D's places are those of `_add`."""
+    """A B, [16, 8], with `each` elements per register. C and D are laid out as in `_add`."""
     a, b = np.zeros((16, 8 * each)), np.zeros((8 * each, 8))
     for i in range(4):
         values = convert(w.register(x.operands[1].next(i)), 0)

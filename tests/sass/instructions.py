@@ -1,4 +1,4 @@
-"""What instructions share: the table of handlers, lanes, faults."""
+"""The table of instruction handlers, lanes, faults."""
 
 import numpy as np
 
@@ -10,11 +10,11 @@ HANDLERS: dict = {}
 
 
 class Fault(Exception):
-    """What a GPU would leave undefined, or what is not known of it."""
+    """Behaviour that is undefined on a GPU, or not known to the emulator."""
 
 
 def handles(*names: str, knows: str | None = ""):
-    """Runs the instructions of these names; knows: their modifiers, any if None."""
+    """Registers a handler for instructions of these names. knows: the supported modifiers, None for any."""
 
     def put(function):
         for name in names:
@@ -25,7 +25,7 @@ def handles(*names: str, knows: str | None = ""):
 
 
 def handler(x):
-    """Who runs an instruction. One that is not known is a Fault, and so is a modifier, which may mean another thing."""
+    """The handler of an instruction. An unknown instruction or modifier is a Fault."""
     function, knows = HANDLERS.get(x.key) or HANDLERS.get(x.name) or (None, None)
     if function is None:
         raise Fault("unknown instruction")
@@ -39,17 +39,17 @@ def signed(x: np.ndarray) -> np.ndarray:
 
 
 def low(x: np.ndarray) -> np.ndarray:
-    """The low 32 bits of integers of 64."""
+    """The low 32 bits of 64-bit integers."""
     return (x.astype(np.uint64) & np.uint64(0xFFFFFFFF)).astype(U)
 
 
 def combine(modifiers: tuple, x: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """.AND, .OR, .XOR of a comparison."""
+    """Combines a comparison with another predicate: .AND, .OR, .XOR."""
     return x | other if "OR" in modifiers else x ^ other if "XOR" in modifiers else x & other
 
 
 def lut(table: int, a, b, c, zero):
-    """Any logic function of three: bit 4a + 2b + c of the table."""
+    """Any logic function of three inputs: bit 4a + 2b + c of the table."""
     out = zero
     for n in range(8):
         if table >> n & 1:

@@ -1,4 +1,4 @@
-"""Integer instructions, comparisons and predicates; the same in uniform registers (names with U)."""
+"""Integer instructions, comparisons and predicates, also for uniform registers (names with U)."""
 
 import numpy as np
 from instructions import ALL, Fault, U, handles, low, lut, signed
@@ -8,11 +8,11 @@ COMPARE = {
 }  # fmt: skip
 
 NUMBERS = {"U32": U, "U16x2": np.uint16, "S16x2": np.int16}
-"""What minima are taken of, by modifier: whole registers or both halves; else signed ones."""
+"""Types of minima and maxima by modifier: unsigned, or two halves of a register; signed by default."""
 
 
 def _predicates(x, start):
-    """Predicates among the operands from `start`; where the others begin."""
+    """The predicates from operand `start` on, and the index of the first other operand."""
     i = start
     while x.operands[i].kind in ("P", "UP"):
         i += 1
@@ -20,9 +20,9 @@ def _predicates(x, start):
 
 
 def _moves(w, to, source):
-    """ptxas 12.4 makes a sign that it has to set in several registers of an MMA's operand (0x800f800f four times) into
-    moves, which lose it or negate an integer; 12.5 and later make no such moves. Kernels without MMAs may have moves
-    of a register to itself: half of a pair that stays where it is."""
+    """If a sign bit has to be set in several registers of an MMA operand (0x800f800f four times), ptxas 12.4
+    generates moves that lose it or negate an integer; 12.5 and later do not. Kernels without MMAs may move a
+    register to itself: half of a pair that does not change."""
     same = to.index == source.index >= 0 and w.kernel.multiplies
     if to.kind == source.kind == "R" and (source.minus or same):
         raise Fault("a move that loses a sign")
@@ -38,7 +38,7 @@ def mov(w, x):
 def imad(w, x):
     o, m = x.operands, x.modifiers
     if m[:1] == ("MOV",):
-        if m[1:] == ("U32",):  # without: a negated integer
+        if m[1:] == ("U32",):  # without .U32: a negated integer
             _moves(w, o[0], o[3])
         w.write(o[0], w.value(o[3]), w.bits(o[3]))
         return
@@ -119,7 +119,7 @@ def lop3(w, x):
     test, i = (o[0], 1) if o[0].kind in ("P", "UP") else (None, 0)
     table, inputs = int(o[i + 4].text, 0), [w.value(y) for y in o[i + 1 : i + 4]]
     result, bits = lut(table, *inputs, np.zeros(32, U)), np.full(32, ALL)
-    if w.unset.any():  # bits that would be the same if those that nobody wrote were otherwise
+    if w.unset.any():  # keeps bits that do not depend on uninitialized ones
         unset = [~w.bits(y) for y in o[i + 1 : i + 4]]
         for n in range(1, 8):
             flipped = [v ^ u if n >> k & 1 else v for k, (v, u) in enumerate(zip(inputs, unset, strict=True))]
@@ -142,7 +142,7 @@ def plop3(w, x):
     for to, table in zip(o[:2], o[5:7], strict=True):
         result = lut(int(table.text, 0), *values, np.zeros(32, bool))
         w.unset = np.zeros(32, bool)
-        for n in range(1, 8):  # would it be the same if those that nobody wrote were otherwise?
+        for n in range(1, 8):  # does the result depend on uninitialized predicates?
             flipped = [v ^ (u & bool(n >> i & 1)) for i, (v, u) in enumerate(zip(values, unset, strict=True))]
             w.unset |= lut(int(table.text, 0), *flipped, np.zeros(32, bool)) != result
         w.set(to, result)
@@ -157,7 +157,7 @@ def shf(w, x):
     pair = lower.astype(np.uint64) | upper.astype(np.uint64) << np.uint64(32)
     s = np.minimum(shift, 63).astype(np.uint64)
     if "R" in m:
-        if "64" not in kind and "HI" in m:  # the upper word alone
+        if "64" not in kind and "HI" in m:  # only the upper word
             value = signed(upper) >> np.minimum(shift, 31) if kind == "S32" else \
                 np.where(shift > 31, 0, upper.astype(np.int64) >> np.minimum(shift, 31))  # fmt: skip
             w.write(o[0], low(value))
@@ -185,7 +185,7 @@ def lea(w, x):
     else:
         b, shift, rest = w.value(o[i + 1]), int(o[i + 2].text, 0), []
         base = low(w.raw(o[i]).astype(np.uint64) << np.uint64(shift))
-        base = ~base if o[i].minus else base  # and 1 below, which carries where the number is 0
+        base = ~base if o[i].minus else base  # 1 is added below, which carries if the number is 0
     total = base.astype(np.uint64) + b.astype(np.uint64) + np.uint64(o[i].minus)
     if "X" in m and rest:
         total += w.predicate(rest[0]).astype(np.uint64)

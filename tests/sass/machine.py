@@ -1,7 +1,7 @@
-"""A multiprocessor that runs blocks of a kernel's machine code, 32 lanes at a time. What a GPU would leave
-undefined is a Fault: a register that nobody wrote, an address that is misaligned or outside of what the call
-was given, shared memory that two warps touch between two barriers while one writes, lanes that diverge where
-all must meet. Instructions that are not known are one, too, and named."""
+"""Runs blocks of a kernel's machine code on a simulated multiprocessor, 32 lanes at a time. Behaviour that is
+undefined on a GPU is a Fault: reading an uninitialized register, a misaligned address or one outside of the call's
+memory, shared memory that two warps access between two barriers if one of them writes, divergent lanes at an
+instruction that all must execute. Unknown instructions are a Fault too."""
 
 import collections
 import ctypes
@@ -22,17 +22,17 @@ LAUNCH = {
     0x210: {"threads": 0, "grid": 12, "stack": 0x28, "local": 0x20, "constants": 0x198, "parameters": True},
     0x380: {"threads": 0x360, "grid": 0x370, "stack": 0x37C, "local": 0x2F8, "constants": 0x348, "parameters": True},
 }
-"""Of where parameters lie in constant bank 0 (sm_80, 90, 100): where a launch's sizes, the end of local memory and
-generic addresses lie, those of local memory and of the bank, or of its parameters."""
+"""By the offset of parameters in constant bank 0 (sm_80, 90, 100): the offsets of the launch sizes, of the end of
+local memory, and of the generic addresses of local memory and of the bank or its parameters."""
 
 
 class Warp:
-    """Registers and predicates of 32 lanes, and which of them were written: of registers, bit by bit, as compilers keep
-    predicates in bits of a register that nobody wrote as a whole."""
+    """Registers and predicates of 32 lanes, and which of them have been written. This is tracked per bit, because
+    compilers keep predicates in bits of otherwise uninitialized registers."""
 
     def __init__(self, block: "Block", number: int):
         self.block, self.number, self.kernel = block, number, block.kernel
-        self.unset = np.zeros(32, bool)  # lanes for which the instruction has read what nobody wrote
+        self.unset = np.zeros(32, bool)  # lanes in which the instruction has read uninitialized bits
         self.known = {kind: np.ones((9, 32), bool) for kind in ("P", "UP")}
         self.registers = {kind: np.zeros((257, 32), U) for kind in ("R", "UR")}
         self.written = {kind: np.zeros((257, 32), U) for kind in ("R", "UR")}
@@ -44,20 +44,20 @@ class Warp:
         self.pc, self.done = np.zeros(32, np.int64), np.zeros(32, bool)
         self.active, self.waiting = np.ones(32, bool), np.zeros(32, bool)
         self.local, self.local_written = np.zeros((32, STACK), np.uint8), np.zeros((32, STACK), np.uint8)
-        self.together = collections.defaultdict(lambda: np.zeros(32, U))  # of each lane, whom it waits for at BSYNC
-        self.copies, self.group = [], 0  # asynchronous ones that were not waited for: (group, bytes, where they go)
+        self.together = collections.defaultdict(lambda: np.zeros(32, U))  # for each lane, those it waits for at BSYNC
+        self.copies, self.group = [], 0  # pending asynchronous copies: (group, bytes, destination)
         self.epoch, self.executed, self.loads, self.trace = 0, 0, [], []
         self.counts = collections.Counter()
 
     # ------------------------------------------------------------ operands
 
     def register(self, x: Operand, bits: np.uint32 = ALL) -> np.ndarray:
-        """Of which `bits` are looked at."""
+        """The value of a register, of which only `bits` are used."""
         self.unset |= ~self.written[x.kind][x.index] & bits != 0
         return self.registers[x.kind][x.index]
 
     def bits(self, x: Operand) -> np.ndarray:
-        """Those of an operand that were written."""
+        """The bits of an operand that have been written."""
         return self.written[x.kind][x.index] if x.kind in ("R", "UR") else np.full(32, ALL)
 
     def predicate(self, x: Operand) -> np.ndarray:
@@ -76,7 +76,7 @@ class Warp:
         return out
 
     def raw(self, x: Operand) -> np.ndarray:
-        """Bits of an operand, before its signs; a number as an integer."""
+        """The bits of an operand, without its signs; a number as an integer."""
         if x.kind in ("R", "UR"):
             part = x.part.rsplit(".", 1)[-1]
             if not part or part[0] not in "HB":
@@ -99,7 +99,7 @@ class Warp:
         return ~value if x.invert else value
 
     def real(self, x: Operand) -> np.ndarray:
-        """As float32."""
+        """An operand as float32."""
         if x.kind == "number" and "x" not in x.text:
             text = x.text.lstrip("-+").lower().replace("qnan", "nan")
             value = np.full(32, np.float32(text)).view(U)
@@ -112,7 +112,7 @@ class Warp:
         return np.ascontiguousarray(value).view(np.float32)
 
     def wide(self, x: Operand) -> np.ndarray:
-        """As 64 bits: a register and the next."""
+        """An operand as 64 bits: a register and the next one."""
         if x.kind in ("R", "UR"):
             low, high = self.register(x), self.register(x.next(1))
             value = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
@@ -124,7 +124,7 @@ class Warp:
         return np.uint64(0) - value if x.minus else value
 
     def write(self, x: Operand, value: np.ndarray, bits: np.ndarray | None = None):
-        """bits: those that do not depend on what nobody wrote; without: all or none."""
+        """bits: those that do not depend on uninitialized bits. By default all, or none for lanes that read any."""
         if x.index < 0:
             return
         bits = np.where(self.unset, U(0), ALL) if bits is None else bits
@@ -141,13 +141,13 @@ class Warp:
             np.copyto(self.known[x.kind][x.index], ~self.unset, where=self.active)
 
     def settled(self, what: str):
-        """What was read since the instruction began must have been written: compilers compute ahead with registers that
-        nobody wrote, but addresses and what is stored must not depend on one."""
+        """Raises a Fault if the instruction has read uninitialized bits. Compilers speculatively compute with
+        uninitialized registers, but addresses and stored values must not depend on them."""
         if (self.unset & self.active).any():
             raise Fault(f"{what} depends on a register that nobody wrote")
 
     def compare(self, x, result: np.ndarray, other: Operand):
-        """Predicates of a comparison, combined with another one, which may settle them whatever was compared."""
+        """Sets the predicates of a comparison, combined with another one, which may determine the result alone."""
         first, self.unset = self.unset, np.zeros(32, bool)
         second = self.predicate(other)
         if "XOR" not in x.modifiers:
@@ -157,7 +157,7 @@ class Warp:
         self.set(x.operands[1], combine(x.modifiers, ~result, second))
 
     def choose(self, which: Operand, a, b) -> np.ndarray:
-        """a() where `which` holds, else b(); what is not chosen does not count."""
+        """a() where `which` is set, b() elsewhere. Uninitialized bits matter only in the selected one."""
         pick = self.predicate(which)
         unset, self.unset = self.unset, np.zeros(32, bool)
         first = a()
@@ -167,11 +167,11 @@ class Warp:
         return np.where(pick, first, second)
 
     def lanes(self, mask: np.ndarray) -> np.uint32:
-        """As bits."""
+        """A mask of lanes as bits."""
         return np.packbits(mask, bitorder="little").view(U)[0]
 
     def whole(self):
-        """All lanes that live must be here."""
+        """Raises a Fault unless all lanes that have not exited are active."""
         if not (self.active == ~self.done).all():
             raise Fault("lanes of a warp diverge")
 
@@ -181,7 +181,7 @@ class Warp:
         self.pc[mask] = self.kernel.labels[label.text]
 
     def run(self) -> str:
-        """To the next barrier or the end."""
+        """Runs to the next barrier or the end."""
         while True:
             live = ~self.done
             if not live.any():
@@ -195,7 +195,7 @@ class Warp:
             self.active, self.unset = here, np.zeros(32, bool)
             if x.guard is not None:
                 self.active = here & self.predicate(x.guard)
-                self.unset[:] = False  # compilers branch early on what a later branch decides anyway
+                self.unset[:] = False  # compilers branch early on uninitialized bits if a later branch decides anyway
             self.executed += 1
             self.counts[at] += 1
             if self.block.traced:
@@ -219,7 +219,7 @@ class Warp:
         return "barrier"
 
     def release(self):
-        """Lanes go on whose others have come."""
+        """Resumes waiting lanes if all lanes that they wait for have arrived."""
         live = ~self.done
         for at in {int(i) for i in self.pc[self.waiting & live]}:
             x, here = self.kernel.code[at], self.waiting & (self.pc == at)
@@ -236,7 +236,7 @@ class Warp:
 
 
 class Block:
-    """A block's warps and shared memory; regions: (address, bytes) of global memory that the call may touch."""
+    """The warps and shared memory of a block. regions: (address, bytes) of global memory that the call may access."""
 
     def __init__(self, kernel: Kernel, argument: bytes, at: tuple, grid: tuple, threads: int, shared: int, regions,
                  traced=False):  # fmt: skip
@@ -256,7 +256,7 @@ class Block:
         self.reserved = kernel.reserved
         self.shared = np.full(self.reserved + shared, 0xFF, np.uint8)
         self.touched, self.prefetched = memory.Touched(len(self.shared)), []
-        self.coming = np.zeros(len(self.shared) // 4 + 1, bool)  # by asynchronous copies
+        self.coming = np.zeros(len(self.shared) // 4 + 1, bool)  # pending asynchronous copies
         self.regions = sorted(regions)
         self.views = [np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(a)) for a, n in self.regions]
         self.warps = [Warp(self, i) for i in range(threads // 32)]

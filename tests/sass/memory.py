@@ -1,19 +1,18 @@
-"""Loads, stores and atomics, with what may be wrong about them; which warp touched which
-shared byte since the last barrier."""
+"""Loads, stores and atomics, with checks: bounds, alignment, and races on shared memory since the last barrier."""
 
 import numpy as np
 from instructions import ALL, Fault, U, handles
 
 SHARED, LOCAL, CONSTANT = 0x61, 0x62, 0x63
-"""Upper bytes of generic addresses of what is not global memory."""
+"""Upper bytes of generic addresses outside of global memory."""
 
 ORDER = "E STRONG GPU SYS CTA SM"
 ACCESS = f"{ORDER} CONSTANT EF LU NA 128 64 U8 S8 U16 S16"
-"""Modifiers of order and of caches, which change nothing here, and of size."""
+"""Modifiers of ordering and caching, which have no effect here, and of size."""
 
 
 class Touched:
-    """Of each 4 bytes of shared memory: warps that read and that wrote them since the last barrier (bits)."""
+    """For each 4 bytes of shared memory, masks of the warps that have read and written them since the last barrier."""
 
     def __init__(self, size: int):
         self.read, self.wrote, self.atomic = (np.zeros(size // 4 + 1, np.uint32) for _ in range(3))
@@ -34,7 +33,7 @@ class Touched:
 
 
 def address(w, x):
-    """Of each lane: registers, or pairs of them (.64), scaled registers, and a distance."""
+    """The address of each lane: the sum of registers, register pairs (.64), scaled registers and an offset."""
     total = np.zeros(32, np.uint64)
     for term in x.terms:
         if term.kind == "number":
@@ -51,7 +50,7 @@ def address(w, x):
 
 
 def region(w, at, size):
-    """Memory of the host that the call was given, and where `at` lies in it."""
+    """The host memory of the call that contains `at`, and the offset of `at` in it."""
     for (base, n), view in zip(w.block.regions, w.block.views, strict=True):
         if base <= at and at + size <= base + n:
             return view, at - base
@@ -65,7 +64,7 @@ def _size(modifiers):
 
 
 def _space(x, at):
-    """Which memory an instruction means, and where in it."""
+    """The address space of an access, and the address in it."""
     if x.name in ("LDS", "STS", "ATOMS"):
         return SHARED, at
     if x.name in ("LDL", "STL"):
@@ -76,7 +75,7 @@ def _space(x, at):
 
 
 def _place(w, x, lane, at, size, kind):
-    """(bytes, index) of a lane's access."""
+    """(bytes, index) of one lane's access."""
     if at % size:
         raise Fault(f"misaligned: {size} bytes at {at:#x}")
     space, at = _space(x, at)
@@ -127,12 +126,12 @@ def store(w, x):
     size = _size(x.modifiers)
     at = address(w, next(o for o in x.operands if o.kind == "address"))
     sources = [x.operands[-1].next(j) for j in range(max(1, size // 4))]
-    stored = U((1 << 8 * min(size, 4)) - 1)  # bits of a register
+    stored = U((1 << 8 * min(size, 4)) - 1)  # the stored bits of a register
     values = np.stack([w.register(y, stored) if y.kind == "R" else w.value(y) for y in sources])
     bits = np.stack([w.bits(y) for y in sources])
     lanes = np.flatnonzero(w.active)
     local = [_space(x, int(at[i]))[0] == LOCAL for i in lanes]
-    if not all(local):  # else a register that is kept there
+    if not all(local):  # local memory: a spilled register, which may be uninitialized
         w.settled("what is stored")
     for i, own in zip(lanes, local, strict=True):
         data, k = _place(w, x, i, int(at[i]), size, "write")
@@ -173,7 +172,7 @@ def load_constant(w, x):
 
 @handles("UBLKPF", "CCTL", knows=None)
 def prefetch(w, x):
-    """To L2: nothing but its address counts."""
+    """Prefetches to L2: only the address is checked."""
     if x.name == "UBLKPF":
         at = int(w.wide(x.operands[0].terms[0])[w.active][0])
         size = int(w.value(x.operands[1])[w.active][0])
@@ -183,7 +182,7 @@ def prefetch(w, x):
 
 @handles("LDGSTS", knows=f"{ACCESS} BYPASS")
 def copy(w, x):
-    """Global to shared memory, when its group is waited for."""
+    """Copies global to shared memory. The data arrives when its group is waited for."""
     size, places = _size(x.modifiers), [o for o in x.operands if o.kind == "address"]
     wide = [any("64" in term.part for term in o.terms) for o in places]
     at, to = (address(w, places[wide.index(kind)]) for kind in (True, False))
@@ -208,7 +207,7 @@ def end_of_group(w, x):
 
 @handles("DEPBAR", knows="LE")
 def wait_for_copies(w, x):
-    """All groups but the last few; other scoreboards are of time alone."""
+    """Waits for all groups but the last few. Other scoreboards only affect timing."""
     if len(x.operands) < 2 or x.operands[0].text != "SB0":
         return
     most = w.group - int(x.operands[1].text, 0)

@@ -1,4 +1,4 @@
-"""Branches, and what lanes of a warp do together."""
+"""Branches, and operations across the lanes of a warp."""
 
 import numpy as np
 from instructions import LANES, Fault, U, handles
@@ -6,25 +6,25 @@ from instructions import LANES, Fault, U, handles
 
 @handles("NOP", "YIELD", "ENDCOLLECTIVE", "ERRBAR", "CGAERRBAR", "MEMBAR", knows=None)
 def nothing(w, x):
-    """Of time and order alone."""
+    """These only affect timing and ordering."""
 
 
 @handles("BSSY", knows="RECONVERGENT RELIABLE")
 def bssy(w, x):
-    """These lanes will wait for each other at its BSYNC."""
+    """These lanes will wait for each other at the matching BSYNC."""
     np.copyto(w.together[x.operands[0].text], w.lanes(w.active), where=w.active)
 
 
 @handles("BREAK", knows="RELIABLE")
 def leave(w, x):
-    """Nobody waits for these any more."""
+    """Other lanes no longer wait for these."""
     w.together[x.operands[0].text] &= ~w.lanes(w.active)
     w.release()
 
 
 @handles("WARPSYNC", "BAR", "BSYNC", knows="ALL COLLECTIVE EXCLUSIVE SYNC DEFER_BLOCKING RECONVERGENT RELIABLE")
 def wait(w, x):
-    """Until all lanes are here, or all that passed the BSSY of a BSYNC together."""
+    """Waits for all lanes; a BSYNC, for those that passed its BSSY together."""
     if "COLLECTIVE" in x.modifiers:
         raise Fault("a collective way that is for diverged lanes")
     w.pc[w.active] -= 1
@@ -34,7 +34,7 @@ def wait(w, x):
 
 @handles("EXIT")
 def end(w, x):
-    """Of lanes for which its operand holds, too."""
+    """Only lanes whose predicate operand is set exit."""
     if w.copies:
         raise Fault("an asynchronous copy that nobody waited for")
     ends = w.active
@@ -46,7 +46,7 @@ def end(w, x):
 
 @handles("BRA", knows="DIV CONV U")
 def bra(w, x):
-    if {"DIV", "CONV"} & set(x.modifiers):  # taken where lanes are not all there, to let them meet; or where they are
+    if {"DIV", "CONV"} & set(x.modifiers):  # taken if not all lanes are active, to reconverge; or if they are
         wait(w, x)
         return
     taken = w.active
@@ -92,7 +92,7 @@ def shfl(w, x):
 
 @handles("MOVM", knows="16 MT88")
 def movm(w, x):
-    """Lane 4g + t has elements 2t, 2t + 1 of row g, and gets those of column g."""
+    """Transposes: lane 4g + t has elements 2t, 2t + 1 of row g, and gets those of column g."""
     w.whole()
     matrix = np.ascontiguousarray(w.register(x.operands[1])).view(np.uint16).reshape(8, 8)
     w.write(x.operands[0], np.ascontiguousarray(matrix.T).reshape(-1).view(U))
@@ -111,7 +111,7 @@ def vote(w, x):
 
 @handles("ELECT")
 def elect(w, x):
-    """The first lane of all that are wanted, which here must be all that live."""
+    """Elects the first of the requested lanes, which must be all lanes that have not exited."""
     w.whole()
     first = int(np.flatnonzero(w.active)[0])
     w.set(x.operands[0], np.arange(32) == first)
@@ -146,7 +146,7 @@ def cs2r(w, x):
 
 @handles("R2UR", knows="BROADCAST")
 def r2ur(w, x):
-    """The lanes' values stay apart here, so that a loop over them ends at once."""
+    """Values remain separate for each lane, so a loop over the lanes ends after one iteration."""
     o = x.operands
     if o[0].kind in ("P", "UP"):
         w.set(o[0], np.zeros(32, bool))

@@ -1,4 +1,4 @@
-"""Integers of 64 bits in pairs of registers: sm_120 has instructions (.64, .S64, .U64) where others take two."""
+"""64-bit integers in register pairs: sm_120 has instructions (.64, .S64, .U64) where others need two."""
 
 import numpy as np
 from instructions import ALL, Fault, U, handles
@@ -6,13 +6,13 @@ from integers import COMPARE
 
 
 def _nowhere(predicates):
-    """Carries that there must not be."""
+    """Raises a Fault if there is a carry."""
     if any(p.index >= 0 for p in predicates):
         raise Fault("a carry of 64 bits")
 
 
 def _half(w, x, i):
-    """Word i, and its bits that were written."""
+    """Word i, and its bits that have been written."""
     if x.kind in ("R", "UR"):
         return w.value(x.next(i)), w.bits(x.next(i))
     return (w.wide(x) >> np.uint64(32 * i)).astype(U), np.full(32, ALL)

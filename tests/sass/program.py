@@ -1,5 +1,5 @@
-"""A kernel's machine code from a cubin: instructions as nvdisasm names them, source lines, the control bits that the
-compiler encoded, constants. nvdisasm: PyPI nvidia-cuda-nvdisasm."""
+"""Reads a kernel's machine code from a cubin: instructions as printed by nvdisasm, source lines, encoded control
+bits, constants. nvdisasm is in PyPI's nvidia-cuda-nvdisasm."""
 
 import re
 import shutil
@@ -34,7 +34,7 @@ class Operand:
     terms: tuple = ()  # of an address: operands and numbers
 
     def next(self, i: int) -> "Operand":
-        """The i-th register behind."""
+        """The i-th register after this one."""
         return self if i == 0 or self.index < 0 else Operand(self.text, self.kind, self.index + i)
 
 
@@ -44,22 +44,22 @@ class Instruction:
     text: str
     name: str
     modifiers: tuple[str, ...]
-    behind: str  # the name
+    behind: str  # operands, after the name
     guard: Operand | None
     lines: tuple = ()  # (file, line), innermost first
     control: tuple = ()  # stall, yield, write barrier, read barrier, barriers waited for
-    handler: Callable | None = None  # who runs it, once it has run
+    handler: Callable | None = None  # set when it first runs
 
     @property
     def key(self) -> str:
-        """By which a handler of pairs of registers is found."""
+        """The name under which a handler of register pairs is found."""
         return f"{self.name}.64" if {"64", "S64", "U64"} & set(self.modifiers) else self.name
 
     @cached_property
     def operands(self) -> list[Operand]:
-        """Read when they are wanted: most of a large kernel never runs."""
+        """Parsed on first use: most of a large kernel never runs."""
         found = [operand(x) for x in _split(self.behind.replace(".reuse", ""))]
-        if self.name in ("BRX", "BRXU") and found:  # "R4 -0x210": a register and a distance
+        if self.name in ("BRX", "BRXU") and found:  # "R4 -0x210": a register and an offset
             return [operand(x) for x in found[0].text.split()]
         return [operand(self.behind.split()[0])] if self.name == "RET" else found
 
@@ -132,13 +132,13 @@ class Kernel:
     name: str
     code: list[Instruction]
     labels: dict[str, int]
-    constants: bytes  # bank 2..4, as the code names it
+    constants: bytes  # bank 2..4, as in the code
     parameters: tuple[int, int]  # offset and size in bank 0
-    reserved: int = 0  # bytes at the beginning of shared memory that are the system's
+    reserved: int = 0  # bytes at the start of shared memory that are reserved for the system
 
     @cached_property
     def multiplies(self) -> bool:
-        """By tensor cores."""
+        """Whether the kernel uses tensor cores."""
         return any(x.name in ("HMMA", "IMMA") for x in self.code)
 
     @cached_property
@@ -147,7 +147,7 @@ class Kernel:
 
 
 def _parameters(info: bytes) -> tuple[int, int]:
-    """EIATTR_PARAM_CBANK of .nv.info.<kernel>: where parameters lie in constant bank 0."""
+    """EIATTR_PARAM_CBANK of .nv.info.<kernel>: offset and size of the parameters in constant bank 0."""
     at = 0
     while at + 4 <= len(info):
         kind, what, value = struct.unpack_from("<BBH", info, at)

@@ -1,5 +1,5 @@
-"""How fast warps issue: their traces against what the compiler encoded, stall counts and scoreboards, and latencies
-that are assumed. A scheduler issues one instruction a cycle, of the next warp that may."""
+"""Computes how fast warps issue: replays their traces with the stall counts and scoreboards that the compiler
+encoded, and with assumed latencies. A scheduler issues one instruction per cycle, from the next warp that is ready."""
 
 import collections
 
@@ -8,13 +8,13 @@ from program import Kernel
 LATENCY = {"LDG": 330, "LD": 330, "LDS": 30, "LDL": 40, "LDC": 40, "LDCU": 40, "ULDC": 40, "SHFL": 25, "MUFU": 20,
            "HMMA": 33, "MOVM": 25, "REDUX": 20, "S2R": 25, "S2UR": 25, "R2UR": 12, "VOTEU": 12, "I2F": 20,
            "F2I": 20, "F2F": 20, "STS": 20, "STG": 20, "STL": 20}  # fmt: skip
-"""Cycles until a result is there, where the compiler waits by scoreboard; 330: a load that L2 has. Others: 12.
-Asynchronous copies are there when they are waited for."""
+"""Cycles until a result is available, for instructions with a scoreboard; 330: a load that hits L2. Others: 12.
+Asynchronous copies are complete when they are waited for."""
 BUSY = {"HMMA": ("tensor", 8), "MUFU": ("special", 8), "I2F": ("special", 8), "F2I": ("special", 8),
         **dict.fromkeys(("LDS", "STS", "LDG", "LDGSTS", "SHFL"), ("memory", 4))}  # fmt: skip
-"""What of the scheduler's an instruction takes, and for how many cycles no other may have it."""
+"""The unit of the scheduler that an instruction occupies, and for how many cycles."""
 JUMP = 12
-"""Cycles more after a branch that is taken."""
+"""Additional cycles after a taken branch."""
 
 
 class _Warp:
@@ -22,7 +22,7 @@ class _Warp:
         self.kernel, self.trace, self.at, self.ready, self.barriers = kernel, trace, 0, 0, [0] * 6
 
     def may(self, free: dict[str, int]) -> int:
-        """The first cycle at which it may issue."""
+        """The first cycle at which the warp can issue."""
         x = self.kernel.code[self.trace[self.at]]
         waited = x.control[4]
         times = [self.ready, free[BUSY[x.name][0]] if x.name in BUSY else 0]
@@ -45,7 +45,7 @@ class _Warp:
 
 
 def cycles(kernel: Kernel, traces: list[list[int]]) -> int:
-    """Until one scheduler has issued all instructions of its warps."""
+    """Cycles until one scheduler has issued all instructions of its warps."""
     warps, now, last = [_Warp(kernel, trace) for trace in traces], 0, -1
     free: dict[str, int] = collections.defaultdict(int)
     while True:

@@ -1,5 +1,5 @@
-"""Launches of the twin that run as machine code: a kernel is compiled alone (a minute at most, kept in
-build/sass), and runs on the memory that the call was given."""
+"""Runs launches of the host twin as machine code: a kernel is compiled alone (a minute at most, cached in
+build/sass), and runs on the memory of the call."""
 
 import collections
 import ctypes
@@ -26,7 +26,7 @@ FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-lineinfo", "-Icsrc", "-Icsrc/core
 
 
 def missing() -> str | None:
-    """What of the tools is not here."""
+    """The first missing tool, if any."""
     return next((f"wants {name}" for name in ("nvcc", "nvdisasm") if program.tool(name) is None), None)
 
 
@@ -35,7 +35,7 @@ def sets() -> list[str]:
 
 
 def _source(kernel: str) -> tuple[str, str]:
-    """What to compile, and its name: an attention kernel alone, or the file that has it."""
+    """The source to compile, and its name: a single attention kernel, or the file with the kernel."""
     if m := re.fullmatch(r"kvc_attend_(\w+)_(\d+)", kernel):
         others = "".join(f"#define SET_{name}(name, per, kinds)\n" for name in sets() if name != m[1])
         one = f"#define SET_{m[1]}(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, {m[2]}, per)\n"
@@ -86,7 +86,7 @@ def _load(path: Path, name: str, arch: int) -> program.Kernel:
 
 
 class Machine:
-    """Runs kernels whose names match `kernels`, on all blocks or the first `most`, the last one first if `backwards`.
+    """Runs kernels whose names match `kernels`, on all blocks or the first `most`, in reverse order if `backwards`.
     blocks: those that ran; counts: warp instructions by (kernel, index)."""
 
     def __init__(self, kernels=".*", arch="90", most: int | None = None, traced=False, backwards=False, **options):
@@ -108,7 +108,7 @@ class Machine:
             return 0
         try:
             self._run(name, ctypes.string_at(argument, size), tuple(grid[:3]), threads, shared)
-        except Exception as fault:  # through C there is no way for it
+        except Exception as fault:  # exceptions cannot pass through C
             self.fault = fault
         return 1
 
@@ -120,12 +120,12 @@ class Machine:
             self.blocks.append(block.run())
 
     def __getattr__(self, name: str):
-        """What the twin has; its calls with kernels here."""
+        """Attributes of the host twin; its calls run kernels here."""
         found = getattr(self.__dict__["twin"], name)
         return functools.partial(self.call, name) if callable(found) else found
 
     def call(self, function: str, *args, **options):
-        """A call of the twin, kernels here; raises what they did wrong."""
+        """A call of the host twin with kernels run here; raises their faults."""
         result = getattr(self.twin, function)(*args, **options)
         if self.fault:
             raise self.fault
@@ -133,7 +133,7 @@ class Machine:
 
 
 def counts(blocks: list[Block], name: str = "") -> collections.Counter:
-    """Warp instructions by index, of kernels whose name begins so."""
+    """Warp instructions by index, of kernels whose names start with `name`."""
     total: collections.Counter = collections.Counter()
     for block in blocks:
         if block.kernel.name.startswith(name):
