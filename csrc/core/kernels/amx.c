@@ -1,5 +1,5 @@
-/* amx.c - the amx level: avx512bf16, with AMX tiles from the number of query rows on at which they take less time.
- * Sapphire Rapids on. */
+/* amx.c - the amx level: avx512bf16, with AMX tiles from the number of query rows at which they are faster. Sapphire
+ * Rapids and later. */
 #include "levels.h"
 #ifdef KVC_HAS_AMX
 #include "amx.h"

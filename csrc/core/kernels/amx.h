@@ -1,15 +1,17 @@
-/* amx.h - the tile registers of AMX: 8 of 16 rows of 64 bytes, in one configuration for all. A product adds to 16 x 16
- * sums: A [16 rows][64 bytes], B [16 words][16 lanes]; a word has 4 bytes (or 2 bf16), which are multiplied by 4 (2) of a
- * row of A. A K tile of 64 bytes a token, and 16 words of V of 16 dims, are such a B in the layout of pages.
+/* amx.h - the tile registers of AMX: 8 tiles of 16 rows of 64 bytes, in the same configuration for all kernels. A
+ * product adds to 16 x 16 sums: A [16 rows][64 bytes], B [16 words][16 lanes]; a word has 4 bytes (or 2 bf16), which are
+ * multiplied by 4 (2) of a row of A. A K tile of 64 bytes per token, and 16 words of V of 16 dims, are such a B as
+ * stored in pages.
  *
- * What q and the weights are split into (two limbs, or bf16 and what it leaves) are two matrices A, and sums of both are
- * stored. A block of up to KVC_AMX_HALF query rows has both in one A, the second part KVC_AMX_HALF rows below the first.
+ * q and the weights are split into two parts (two limbs, or bf16 and its remainder). These are two matrices A, and the
+ * sums of both are stored. For a block of up to KVC_AMX_HALF query rows both parts are in one A, the second one
+ * KVC_AMX_HALF rows below the first.
  *
  * Measured on Granite Rapids, cycles: a product 17 (the 16 rows of another B have to be loaded; fewer rows of A save
- * nothing), a load from L1 9, from L2 24, a store 17, which products hide but for 3.
+ * nothing), a load from L1 9, from L2 24, a store 17, of which products hide all but 3.
  *
  * KVC_AMX_MODEL replaces the instructions by plain C after Intel's pseudocode (SDM vol. 2, TDPBSSD..., TDPBF16PS,
- * TILELOADD), for machines without them. */
+ * TILELOADD), for machines without AMX. */
 #ifndef KVC_AMX_H
 #define KVC_AMX_H
 

@@ -1,7 +1,7 @@
-/* amx_floats.c - bf16 and fp8 pages against up to 16 query rows, on AMX tiles, by TDPBF16PS: q and p in one bf16, or two where
- * one is not exact, as on avx512bf16.
+/* amx_floats.c - bf16 and fp8 pages against up to 16 query rows, on AMX tiles, by TDPBF16PS: q and p are one bf16, or
+ * two if one is not exact, as on avx512bf16.
  *
- * `make page-cycles LEVEL=amx` (avx512bf16) on Granite Rapids, cycles of a page, K / V, q and p in one bf16:
+ * `make page-cycles LEVEL=amx` (avx512bf16) on Granite Rapids, cycles per page, K / V, q and p in one bf16:
  *
  *   rows                         1             2             4             8             16
  *   bf16, here            420 /  490    410 /  480    490 /  570    540 /  880    570 /  1210
@@ -9,7 +9,8 @@
  *   fp8, here              as avx512   1500 / 1730   1590 / 1720   1600 / 1900   1710 /  2310
  *   fp8, avx512bf16      1380 / 1420   1990 / 2020   3060 / 3220   6210 / 6490  12330 / 13030
  *
- * A page of bf16 takes 32 products of 17 cycles. fp8 becomes bf16 (exact) first, 1100 cycles a side for all rows. */
+ * A page of bf16 takes 32 products of 17 cycles. fp8 is first converted to bf16 (exactly), 1100 cycles per side for all
+ * rows. */
 #include "levels.h"
 #ifdef KVC_HAS_AMX
 #include "amx.h"
@@ -19,7 +20,7 @@
 #define TILES (KVC_WIDE_STEP / KVC_TILE) /* see amx_ints.c */
 #define STEP (KVC_AMX_BYTES / 2)         /* bf16 in a row of a tile register */
 
-/* n words of 4 codes to pairs of words of 2 bf16, `stride` lanes apart: those of the first two codes, of the last two. */
+/* Converts n words of 4 codes to pairs of words of 2 bf16, `stride` lanes apart: the first two codes, the last two. */
 INLINE void widen(int e5m2, const uint8_t *from, int64_t rows, int64_t stride, ptrdiff_t ahead, uint16_t *to)
 {
     fp8_table table = fp8_load_table(e5m2);

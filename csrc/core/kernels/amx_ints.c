@@ -1,6 +1,6 @@
-/* amx_ints.c - integer pages against up to 16 query rows, on AMX tiles: exact, the same digits as on avx512.
+/* amx_ints.c - integer pages against up to 16 query rows, on AMX tiles: exact, with the same digits as on avx512.
  *
- * `make page-cycles LEVEL=amx` (avx512bf16) on Granite Rapids, cycles of a page, K / V:
+ * `make page-cycles LEVEL=amx` (avx512bf16) on Granite Rapids, cycles per page, K / V:
  *
  *   rows                   2             4             8            16
  *   int8, here      300 /  510    350 /  610    440 /  920    850 / 1860
@@ -8,8 +8,8 @@
  *   int4, here        as avx512     as avx512   720 /  910   1060 / 1530
  *   int4, avx512    360 /  410    570 /  690   1140 / 1380   2340 / 2840
  *
- * A page takes 16 products of 17 cycles; most of the rest is reading sums back, which go to memory and become floats there,
- * and unpacking planes to bytes, which 16 rows share. */
+ * A page takes 16 products of 17 cycles. Most of the rest is storing the sums, reading them back and converting them to
+ * floats, and unpacking planes to bytes, once for all 16 rows. */
 #include "levels.h"
 #ifdef KVC_HAS_AMX
 #include "amx.h"
@@ -17,11 +17,11 @@
 #include "avx512_ints.h"
 #include "base/util.h"
 
-/* Tiles whose products are made before their sums are read: loads wait until a store to the same bytes has retired, so that
- * one by one each tile would wait for the last. */
+/* The number of tiles that are multiplied before their sums are read. A load waits until a store to the same bytes has
+ * retired, so reading after each tile would stall. */
 #define TILES (KVC_WIDE_STEP / KVC_TILE)
 
-/* The sums of a product with both limbs of q (or p), by row: of a block of few rows the second limb's lie below. */
+/* Sums of a product with both limbs of q (or p), by row; for a block of few rows, the second limb's are below. */
 typedef struct limb_sums {
     _Alignas(64) int32_t high[KVC_WIDE][KVC_TILE], low[KVC_WIDE][KVC_TILE];
 } limb_sums;
@@ -35,7 +35,7 @@ INLINE __m512i joined(const limb_sums *sums, int64_t row, bool two, bool stacked
 
 /* ---------------------------------------------------------------- K */
 
-/* Planes of TILES K tiles to the words of int8 tiles. */
+/* Unpacks planes of TILES K tiles to the words of int8 tiles. */
 INLINE void unpack_keys(int BITS, const uint8_t *tiles, int64_t dim, ptrdiff_t ahead, uint8_t *to)
 {
     int64_t period = dim * BITS / 8;
@@ -54,7 +54,7 @@ INLINE void centres(const uint8_t *centroid, const kvc_query *query, int64_t row
     for (; r < rows; r++) kvc_dot_centroid(1, centroid, query, row0 + r, to + r);
 }
 
-/* The sums of a K tile of bytes with limbs hi and lo of q. lo is NULL if there is none, or if it follows hi in one tile. */
+/* Sums of a K tile of bytes with limbs hi and lo of q. lo is NULL if there is none, or if it is in hi's tile. */
 INLINE void key_products(int BITS, const uint8_t *k, const int8_t *hi, const int8_t *lo, int64_t dim, ptrdiff_t ahead,
                          limb_sums *sums)
 {
@@ -111,7 +111,7 @@ void kvc_amx_qk_int2(const kvc_qk_args *args) { int_qk(2, *args); }
 
 /* ---------------------------------------------------------------- V */
 
-/* V tiles of KVC_WIDE_STEP tokens to the words of int8 tiles. */
+/* Unpacks V tiles of KVC_WIDE_STEP tokens to the words of int8 tiles. */
 INLINE void unpack_value(int BITS, const uint8_t *tiles, int64_t dim, ptrdiff_t ahead, uint8_t *to)
 {
     int64_t line = 0;

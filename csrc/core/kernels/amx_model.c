@@ -1,4 +1,4 @@
-/* amx_model.c - see amx.h: what the tile instructions do, one element at a time; for tests on machines without them. */
+/* amx_model.c - the tile instructions in plain C, for tests on machines without them (see amx.h). */
 #ifdef KVC_AMX_MODEL
 #include "amx.h"
 
@@ -15,7 +15,7 @@ static _Thread_local struct {
     uint8_t tile[8][ROWS][KVC_AMX_BYTES];
 } state;
 
-/* The processor faults where there is no configuration. */
+/* Without a configuration, the processor faults. */
 static void check(void)
 {
     if (!state.configured) abort();
@@ -24,7 +24,7 @@ static void check(void)
 void kvc_amx_configure(const void *config)
 {
     const uint8_t *c = config;
-    for (int i = 0; i < 8; i++) /* what the kernels count on */
+    for (int i = 0; i < 8; i++) /* assumed by the kernels */
         if (c[0] != 1 || c[16 + 2 * i] != KVC_AMX_BYTES || c[17 + 2 * i] || c[48 + i] != ROWS) abort();
     memset(&state, 0, sizeof state);
     state.configured = true;
@@ -66,7 +66,7 @@ void kvc_amx_bytes(int c, int a, int b, bool signed_a)
         }
 }
 
-/* Denormal numbers count as 0, going in and coming out. */
+/* Subnormal inputs and results are flushed to 0. */
 static float flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
 
 static float element(int tile, int row, int i)
