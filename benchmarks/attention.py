@@ -52,8 +52,8 @@ CELLS = [
     ("decode", 32768, 1, 4, "best", 2), ("decode", 8192, 1, 4, "best", 2), ("decode", 32768, 1, 8, "best", 2),
     ("decode", 32768, 1, 4, "avx2", 2), ("decode", 8192, 8, 1, "best", 2), ("decode", 8192, 8, 4, "best", 1),
     ("decode", 8192, 1, 8, "avx2", 1), ("decode", 32768, 8, 4, "best", 2), ("decode", 8192, 1, 1, "avx512", 1),
-    ("all formats", 32768, 1, 4, "best", 2), ("mass", 2048, 1, 4, "best", 2), ("mass", 8192, 1, 4, "best", 2),
-    ("mass", 32768, 1, 4, "best", 2), ("chunk", 4096, 1, 4, "best", 2), ("verify", 4096, 1, 4, "best", 2),
+    ("all formats", 32768, 1, 4, "best", 2), ("chunk", 4096, 1, 4, "best", 2), ("verify", 4096, 1, 4, "best", 2),
+    *(("accumulated", S, 1, 4, "best", 2) for S in (2048, 8192, 32768)),
     *(("length", S, 1, 4, "best", 2) for S in (1024, 2048, 4096, 16384, 65536, 131072)),
     ("step", 16, 1, 4, "best", 1), ("path", 8192, 1, 4, "best", 2), ("path", 32768, 1, 4, "best", 2),
     ("few bits", 32768, 1, 4, "best", 2), ("few bits", 32768, 1, 4, "avx2", 2),
@@ -73,7 +73,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def paged(
-    name: str, B: int, G: int, S: int, warm: bool = False, T: int = 1, mass: bool = False, H: int = H, D: int = D
+    name: str, B: int, G: int, S: int, warm: bool = False, T: int = 1, accumulated: bool = False, H: int = H, D: int = D
 ):
     """(call(i): T queries per sequence over copy i of the pages, bytes it reads)."""
     code = formats.resolve(name, torch.bfloat16)
@@ -90,7 +90,7 @@ def paged(
 
     tables = [torch.stack([table(i + b) for b in range(B)]) for i in range(0, copies, B)]
     rest = (torch.tensor([[[S, 0]]] * B), NONE.int(), NONE.bool(), NONE, NO_SEALS, S, 64, 0, 0, 1 / math.sqrt(D), 0.0,
-            S if mass else 0)  # fmt: skip
+            S if accumulated else 0)  # fmt: skip
 
     def call(i: int):
         return ops.attend(q, own, none, arena, tables[i % len(tables)], *rest)
@@ -214,12 +214,12 @@ def any_calibration(config):
     return Calibration({i: (turn.clone(), turn.clone()) for i in layers}, model_hash(config), dict.fromkeys(layers, ""))
 
 
-def mass(args, S: int, B: int, G: int) -> list[dict]:
+def accumulated(args, S: int, B: int, G: int) -> list[dict]:
     """The cost of accumulated attention in a decode step."""
     calls = {}
     for name in ("raw", "int8", "int4"):
         for wanted in (False, True):
-            call, _ = paged(name, B, G, S, mass=wanted)
+            call, _ = paged(name, B, G, S, accumulated=wanted)
             calls[name, wanted] = call
     times = {key: spread(t) for key, t in interleave(calls, args.rounds).items()}
     return [{"name": name, **times[name, True], "overhead": times[name, True]["ms"] / times[name, False]["ms"] - 1}
@@ -251,8 +251,8 @@ def chunk(args, S: int, B: int, G: int, lengths=(512,)) -> list[dict]:
         for (name, wanted), t in times.items():
             row = {"name": name, "T": T, **t, "x sdpa bf16": times["sdpa bf16", False]["ms"] / t["ms"]}
             if wanted:
-                row["mass overhead"] = t["ms"] / times[name, False]["ms"] - 1
-                row["name"] += " with mass"
+                row["overhead"] = t["ms"] / times[name, False]["ms"] - 1
+                row["name"] += " with accumulated attention"
             rows.append(row)
     return rows
 
@@ -323,9 +323,8 @@ def worker(args: argparse.Namespace, what: str, S: int, B: int, G: int) -> list[
     if what in ("warm", "levels"):
         args.warm = args.warm or what == "warm"
         return decode(args, S, B, G, ("raw", "int8", "fp8_e4m3", "int4", "int2"), peers=False)
-    return {"decode": decode, "mass": mass, "chunk": chunk, "step": step, "path": path, "wide": wide, "latent": latent}[
-        what
-    ](args, S, B, G)
+    named = (decode, accumulated, chunk, step, path, wide, latent)
+    return {f.__name__: f for f in named}[what](args, S, B, G)
 
 
 def show(cell: dict) -> None:

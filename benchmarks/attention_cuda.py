@@ -68,7 +68,7 @@ def copies_of(read: int) -> int:
     return 1 if read > 8 * L2 else max(2, -(-4 * L2 // read))
 
 
-def paged(key: str, value: str, B: int, S: int, D: int, T: int = 1, mass: bool = False, new: bool = False):
+def paged(key: str, value: str, B: int, S: int, D: int, T: int = 1, accumulated: bool = False, new: bool = False):
     """(call(i), bytes it reads): T queries per sequence over copy i of S stored tokens. new: a decode step, which also
     writes a token to an open page with five tokens."""
     k_code, v_code = (formats.resolve(name, torch.bfloat16) for name in (key, value))
@@ -95,7 +95,7 @@ def paged(key: str, value: str, B: int, S: int, D: int, T: int = 1, mass: bool =
 
     def call(i: int):
         return ops.attend(q, own, own, arena, tables[i % copies], rows, empty.int(), empty.bool(), empty, seals, seen,
-                          PAGE, 0, 0, 1 / math.sqrt(D), 0.0, S if mass else 0, used)  # fmt: skip
+                          PAGE, 0, 0, 1 / math.sqrt(D), 0.0, S if accumulated else 0, used)  # fmt: skip
 
     return call, read
 
@@ -166,7 +166,7 @@ def cell(S: int, B: int, D: int, T: int, rounds: int) -> list[dict]:
     makers = {k if k == v else f"{k}/{v}": functools.partial(paged, k, v, B, S, D, T) for k, v in NAMES}
     makers["read"] = bandwidth
     if T == 1:
-        makers["int8 mass"] = functools.partial(paged, "int8", "int8", B, S, D, mass=True)
+        makers["int8 with accumulated attention"] = functools.partial(paged, "int8", "int8", B, S, D, accumulated=True)
         makers["append"] = functools.partial(append, "int8", B, D)
         makers |= {f"{k} step": functools.partial(paged, k, v, B, S, D, new=True) for k, v in NAMES if k == v}
         makers["flashinfer"] = functools.partial(flashinfer, B, S, D, torch.bfloat16)
@@ -311,7 +311,7 @@ def once(S: int = 32768, B: int = 8, D: int = 128) -> None:
     """Each call once, after printing its name; each starts with the launch that packs its pages (`ncu_rows` in
     gpu.py)."""
     made = {f"{k}/{v} B={b}": functools.partial(paged, k, v, b, S, D) for b in (B, 1) for k, v in NAMES}
-    made["int8 mass"] = functools.partial(paged, "int8", "int8", B, S, D, mass=True)
+    made["int8 with accumulated attention"] = functools.partial(paged, "int8", "int8", B, S, D, accumulated=True)
     made["int8, 32 tokens"] = functools.partial(paged, "int8", "int8", B, S, D, T=32)
     made |= {f"{k}/{v}, 2048 tokens": functools.partial(paged, k, v, 1, S, D, T=2048) for k, v in NAMES}
     made["append"] = functools.partial(append, "int8", B, D)

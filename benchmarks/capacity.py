@@ -131,8 +131,8 @@ def measure(model: Any, name: str, recipe: tuple, options: argparse.Namespace) -
     arena.length = options.tokens + options.steps
     for cache in arena.caches[1:]:
         assert cache.get_seq_length() == arena.length
-    mass = bool(policy and policy.needs_attention)
-    counted = plan.Recipe(key, budget=budget, scores=mass, ragged=mass)
+    scores = bool(policy and policy.needs_attention)
+    counted = plan.Recipe(key, budget=budget, scores=scores, ragged=scores)
     parts = plan.exact(shape, counted, options.tokens + options.steps, prompt=CHUNK if budget == 0 else None).parts
     pages = parts["sealed"] + parts["open"] + parts["sinks"]
     kept = min(options.tokens, budget or options.tokens)

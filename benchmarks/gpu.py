@@ -81,7 +81,7 @@ def sanitizer(tool: str) -> Step:
     memory = tool in ("memcheck", "initcheck")
 
     def command(args: argparse.Namespace) -> list[str]:
-        some = ["-k", "half_models or pairs or padding or bad or mass or life or replay"] if args.quick else []
+        some = ["-k", "half_models or pairs or padding or bad or accumulated or life or replay"] if args.quick else []
         names = [*(f"cuda_{name}" for name in KERNELS), *GRAPHS]
         run = tests(names, *some, workers=False)(args)
         return ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all", *run]

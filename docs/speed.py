@@ -79,7 +79,7 @@ def chunks(cells: list[dict]) -> str:
             for T in dict.fromkeys(row["T"] for row in cell["rows"]):
                 r = {row["name"]: row for row in cell["rows"] if row["T"] == T}
                 names = ("raw", "int8", "fp8_e4m3", "int4", "int2")
-                added = {n: r[f"{n} with mass"]["mass overhead"] for n in names}
+                added = {n: r[f"{n} with accumulated attention"]["overhead"] for n in names}
                 ours = [f"{r[n]['ms']:.2f} ({added[n]:+.0%})" for n in names]
                 lines.append([f"{T}", *ours, f"{r['sdpa bf16']['ms']:.1f}"])
     head = ["new tokens", "`raw`", "`int8`", "`fp8_e4m3`", "`int4`", "`int2`", "torch SDPA bf16"]
@@ -88,8 +88,10 @@ def chunks(cells: list[dict]) -> str:
     )
 
 
-def mass(cells: list[dict]) -> str:
-    lines = [[f"{cell['S']:,}", *(f"{row['overhead']:+.1%}" for row in cell["rows"])] for cell in of(cells, "mass")]
+def accumulated(cells: list[dict]) -> str:
+    lines = [
+        [f"{cell['S']:,}", *(f"{row['overhead']:+.1%}" for row in cell["rows"])] for cell in of(cells, "accumulated")
+    ]
     (cell,) = of(cells, "step")
     step = cell["rows"][0]
     return (
@@ -321,7 +323,7 @@ def page() -> str:
         "![Time against length and bytes](speed.png)\n",
         others(cells),
         chunks(cells),
-        mass(cells),
+        accumulated(cells),
         wide(cells),
         latents(cells),
         path(cells),

@@ -341,14 +341,15 @@ typedef struct kvc_attend_args {
     const float *s_aux;   /* [Hq] attention-sink logits, or NULL */
     kvc_dense out;        /* [B, Hq, Tq, Dv] in any dtype; */
     float *lse;           /* [B, Hq, Tq] natural log, without s_aux */
-    /* Accumulated attention: NULL, or fp32 [B, H, mass_width], mass_width at least the tokens of the longest row after the
-     * call: for each token in stored order, new ones last, the sum over Tq and the group of exp(score - lse); 0 after the
-     * last. Queries of padding, or with NaN or Inf, do not count. Source: H2O (Zhang et al. 2023). */
-    float *mass;
-    int64_t mass_width;
-    /* NULL, or [B, Hq, Tq]: compute the mass relative to this lse, which may cover more tokens (of other ranks). Then
-     * queries count if their lse is finite, regardless of `real`. */
-    const float *mass_lse;
+    /* Accumulated attention: NULL, or fp32 [B, H, accumulated_width], accumulated_width at least the tokens of the longest
+     * row after the call: for each token in stored order, new ones last, the sum over Tq and the group of
+     * exp(score - lse); 0 after the last. Queries of padding, or with NaN or Inf, do not count. Source: H2O (Zhang et al.
+     * 2023). */
+    float *accumulated;
+    int64_t accumulated_width;
+    /* NULL, or [B, Hq, Tq]: compute accumulated attention relative to this lse, which may cover more tokens (of other
+     * ranks). Then queries count if their lse is finite, regardless of `real`. */
+    const float *given_lse;
     kvc_exec exec;
 } kvc_attend_args;
 

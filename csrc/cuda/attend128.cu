@@ -1,6 +1,6 @@
 /* attend128.cu - attention and accumulated attention for head dims up to 128. */
-#include "mass.cuh"
+#include "accumulated.cuh"
 
 #define SET(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, 128, per)
 KVC_SETS(SET)
-KVC_MASS_KERNEL(any, (1u << KVC_KINDS) - 1, 128)
+KVC_ACCUMULATE_KERNEL(any, (1u << KVC_KINDS) - 1, 128)

@@ -7,7 +7,7 @@
  * Cost per token and query row: for its score Dk multiply-adds (latents: Dk + Dv) and as many loads from shared memory;
  * for its sum one multiply-add per output dim, with a load per eight. */
 #define KVC_ROW_DIM KVC_MAX_DIM
-#include "mass.cuh"
+#include "accumulated.cuh"
 #include "wide.h"
 
 #define THREADS 256
@@ -206,15 +206,15 @@ KVC_KERNEL(kvc_attend_wide, kvc_call, THREADS, 1)
         kvc_wide_combine(&a, row, dim, b, h, row0, from);
 }
 
-/* Accumulated attention (H2O) by a second pass, as in mass.cuh: a block has its own columns and all rows, eight at a
- * time. */
-KVC_KERNEL(kvc_mass_wide, kvc_call, THREADS, 1)
+/* Accumulated attention (H2O) by a second pass, as in accumulated.cuh: a block has its own columns and all rows, eight
+ * at a time. */
+KVC_KERNEL(kvc_accumulate_wide, kvc_call, THREADS, 1)
 {
     const kvc_store *st = &a.a.store;
     kvc_wide w = kvc_wide_at(&a);
-    int64_t parts = kvc_mass_parts(&a), bh = kvc_block_x() / parts, part = kvc_block_x() % parts;
+    int64_t parts = kvc_accumulated_parts(&a), bh = kvc_block_x() / parts, part = kvc_block_x() % parts;
     int b = (int)(bh / st->heads), h = (int)(bh % st->heads), n = kvc_thread();
-    float *mass = a.a.mass + bh * a.a.mass_width;
+    float *accumulated = a.a.accumulated + bh * a.a.accumulated_width;
     kvc_row_shared(&a, b, h, &w.room->row);
     int64_t columns = kvc_row_columns(&a, &w.room->row);
     KVC_ONCE for (int64_t row0 = 0; row0 < a.a.Tq * a.group; row0 += ROWS)
@@ -231,7 +231,7 @@ KVC_KERNEL(kvc_mass_wide, kvc_call, THREADS, 1)
                 float sum = 0;
                 for (int r = 0; n < TOKENS && r < ROWS; r++)
                     if (isfinite(w.room->l[r])) sum += expf(w.room->s[r][n] - w.room->l[r]);
-                if (n < TOKENS && t0 + n < v.n && i < a.a.mass_width) mass[i] += sum;
+                if (n < TOKENS && t0 + n < v.n && i < a.a.accumulated_width) accumulated[i] += sum;
                 kvc_barrier();
             }
         }
@@ -244,5 +244,5 @@ extern "C" int kvc_attend_wide_launch(const kvc_call *call, bool attends, void *
 {
     int64_t heads = call->a.store.batch * call->a.store.heads, shared = wide_bytes(&call->a);
     if (attends) return KVC_LAUNCH(kvc_attend_wide, call, call->lines * call->runs, 1, 1, THREADS, shared, stream);
-    return KVC_LAUNCH(kvc_mass_wide, call, heads * kvc_mass_parts(call), 1, 1, THREADS, shared, stream);
+    return KVC_LAUNCH(kvc_accumulate_wide, call, heads * kvc_accumulated_parts(call), 1, 1, THREADS, shared, stream);
 }

@@ -59,7 +59,7 @@ KVC_DEVICE void kvc_keep(const kvc_call *call, const kvc_kept *kept, int block, 
 
 /* The attention that the lane's token of the block receives from all rows. lse: of row `lane`; NaN excludes a row.
  * Called by the whole warp. */
-KVC_DEVICE float kvc_kept_mass(const kvc_call *call, const kvc_kept *kept, int block, float lse)
+KVC_DEVICE float kvc_kept_sum(const kvc_call *call, const kvc_kept *kept, int block, float lse)
 {
     int lane = kvc_lane(), at = block * call->kept_pairs;
     float sum = 0, factor = 0;

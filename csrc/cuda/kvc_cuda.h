@@ -61,14 +61,14 @@ int kvc_cuda_found(int device, uint32_t *flags);
 const char *kvc_cuda_text(int status);
 /* ABI version: incremented whenever a function or struct here changes, or its meaning does. A library with another
  * version is not used. */
-#define KVC_CUDA_ABI 4
+#define KVC_CUDA_ABI 5
 int kvc_cuda_abi(void);
 /* Version of the kvcompress that this library belongs to. */
 const char *kvc_cuda_version(void);
 /* Atomically moves the bits of flags to *found. */
 int kvc_cuda_take(uint32_t *flags, uint32_t *found, const kvc_cuda *on);
 
-/* As kvc_attend; with args->mass_lse, only accumulated attention is computed. Entries, rows, slots, real, seals and
+/* As kvc_attend; with args->given_lse, only accumulated attention is computed. Entries, rows, slots, real, seals and
  * s_aux are device arrays, too. Seals of KVC_NONE are ignored, so that a captured call can have room for as many seals
  * as later runs may need. */
 int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on);

@@ -1,7 +1,7 @@
 /* launch.cu - the host side of a call: how it is split, the layout of its workspace, and the choice of kernels. */
 #include "attend.cuh"
 #include "encode.cuh"
-#include "mass.cuh"
+#include "accumulated.cuh"
 #include "prefill.cuh"
 #include "wide.h"
 
@@ -15,9 +15,9 @@ KVC_DECLARE_KERNEL(kvc_list_kernel, kvc_call);
 KVC_SETS(DECLARE)
 KVC_DECLARE_KERNEL(kvc_prefill_64, kvc_call);
 KVC_DECLARE_KERNEL(kvc_prefill_128, kvc_call);
-KVC_DECLARE_KERNEL(kvc_mass_any_64, kvc_call);
-KVC_DECLARE_KERNEL(kvc_mass_any_128, kvc_call);
-KVC_DECLARE_KERNEL(kvc_mass_any_256, kvc_call);
+KVC_DECLARE_KERNEL(kvc_accumulate_any_64, kvc_call);
+KVC_DECLARE_KERNEL(kvc_accumulate_any_128, kvc_call);
+KVC_DECLARE_KERNEL(kvc_accumulate_any_256, kvc_call);
 
 #define MOST_RUNS 64
 #define KVC_RESERVED 1024 /* bytes of shared memory reserved per block */
@@ -104,7 +104,7 @@ static int prefills(const kvc_attend_args *a, uint32_t kinds, int64_t rows)
 {
     int64_t dim = a->store.key_dim;
     return rows >= 64 && (dim == 64 || dim == 128) && dim == a->store.value_dim && !(kinds & ~KVC_PREFILL_KINDS) &&
-           a->q.dtype == a->k.dtype && a->q.dtype != KVC_F32 && !a->mass_lse;
+           a->q.dtype == a->k.dtype && a->q.dtype != KVC_F32 && !a->given_lse;
 }
 
 /* 128 rows per block, or 64 if 128 do not fit or would leave multiprocessors idle. */
@@ -157,7 +157,8 @@ static uint32_t kernel_kinds(uint32_t kinds)
 static bool pipes(const kvc_attend_args *a, int dims)
 {
     const kvc_store *s = &a->store;
-    return s->key_dim == dims && s->value_dim == dims && s->page_size % KVC_BLOCK == 0 && !(a->softcap > 0) && !a->mass;
+    return s->key_dim == dims && s->value_dim == dims && s->page_size % KVC_BLOCK == 0 && !(a->softcap > 0) &&
+           !a->accumulated;
 }
 
 /* Upper bounds for the blocks of queries, for pages of own tokens and, for sequences of different lengths of at most
@@ -245,14 +246,14 @@ int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t long
     }
     int64_t page = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, call->own_page).bytes;
     call->own_pages = cut(on->workspace, &used, call->lists.own_most * s->heads * page);
-    bool attends = a->Tq && !a->mass_lse && !a->n_seals && !call->prefill && !wide;
+    bool attends = a->Tq && !a->given_lse && !a->n_seals && !call->prefill && !wide;
     call->joined = call->token && attends && call->blocks == 1 && (call->runs == 1 || on->done_words >= call->lines);
     if (call->runs > 1) {
         call->partial =
             (float *)cut(on->workspace, &used, 4 * call->lines * call->runs * call->rows * (kvc_sum_dim(a) + 2));
         call->done = call->joined ? on->done : (uint32_t *)cut(on->workspace, &used, 4 * call->lines);
     }
-    if (a->mass && !a->mass_lse && call->blocks == 1 && !call->prefill && !wide) {
+    if (a->accumulated && !a->given_lse && call->blocks == 1 && !call->prefill && !wide) {
         int64_t most = s->page_size > s->sinks ? s->page_size : s->sinks;
         if (most < call->own_page) most = call->own_page;
         call->kept_blocks = (int)((most + KVC_BLOCK - 1) / KVC_BLOCK);
@@ -296,14 +297,15 @@ int kvc_call_run(const kvc_call *planned, int64_t seals, const kvc_cuda *on)
     if (!status) status = kvc_write_launch(&call, items, on->stream);
     if (!status && call.runs > 1 && items == 0 && !call.token)
         status = kvc_fill(call.done, 0, 4 * call.lines, on->stream);
-    if (!status && args->mass) status = kvc_fill(args->mass, 0, 4 * heads * args->mass_width, on->stream);
+    if (!status && args->accumulated)
+        status = kvc_fill(args->accumulated, 0, 4 * heads * args->accumulated_width, on->stream);
     if (status || heads * args->Tq == 0) return status;
     if (kvc_is_wide(args)) {
-        if (!args->mass_lse) status = kvc_attend_wide_launch(&call, true, on->stream);
-        return status || !args->mass ? status : kvc_attend_wide_launch(&call, false, on->stream);
+        if (!args->given_lse) status = kvc_attend_wide_launch(&call, true, on->stream);
+        return status || !args->accumulated ? status : kvc_attend_wide_launch(&call, false, on->stream);
     }
     int64_t shared = kvc_attend_bytes(call.rows, forms, staged, call.pipe, dims), blocks = call.lines * call.runs;
-    bool attends = !args->mass_lse;
+    bool attends = !args->given_lse;
 #define LAUNCH(kernel, x, threads, bytes) status = KVC_LAUNCH(kernel, &call, x, 1, 1, threads, bytes, on->stream)
 #define BY_DIMS(kernel, x, threads, bytes)                                                                             \
     if (dims == 64) LAUNCH(kernel##_64, x, threads, bytes);                                                            \
@@ -321,12 +323,13 @@ int kvc_call_run(const kvc_call *planned, int64_t seals, const kvc_cuda *on)
         if (dims == 128) LAUNCH(kvc_prefill_128, blocks, 2 * (int)call.rows, bytes);
     }
     KVC_SETS(SET)
-    if (status || !args->mass) return status;
+    if (status || !args->accumulated) return status;
     if (call.weights) {
-        LAUNCH(kvc_kept_kernel, heads * kvc_mass_parts(&call), 32 * KVC_WARPS, sizeof(kvc_attend_room));
+        LAUNCH(kvc_kept_kernel, heads * kvc_accumulated_parts(&call), 32 * KVC_WARPS, sizeof(kvc_attend_room));
         return status;
     }
-    BY_DIMS(kvc_mass_any, heads * kvc_mass_parts(&call), 32 * KVC_WARPS, kvc_attend_bytes(8, forms, staged, 0, dims));
+    BY_DIMS(kvc_accumulate_any, heads * kvc_accumulated_parts(&call), 32 * KVC_WARPS,
+            kvc_attend_bytes(8, forms, staged, 0, dims));
 #undef SET
 #undef BY_DIMS
 #undef LAUNCH

@@ -105,7 +105,7 @@ enum {
     WINDOW,
     SCALE,
     SOFTCAP,
-    MASS_WIDTH,
+    ATTENTION_WIDTH,
     FORMATS,
     KEY_FEEDBACK, /* KEY_FEEDBACK and VALUE_FEEDBACK: in attend_feedback */
     VALUE_FEEDBACK,
@@ -165,18 +165,19 @@ static kvc_status take_attend(kvc_frame *f, kvc_attend_args *a)
     a->seals = t[SEALS].data;
     a->n_seals = t[SEALS].size[0];
     a->out = (kvc_dense){NULL, {a->Tq * a->query_heads * out_dim, out_dim, a->query_heads * out_dim}, a->q.dtype};
-    a->mass_width = f->integer[MASS_WIDTH];
-    KVC_CHECK(a->mass_width >= 0 && a->mass_width <= INT32_MAX, KVC_E_VALUE,
-              "%s: attention_width: expected 0 (none) to 2^31 tokens, got %lld", f->op->name, (long long)a->mass_width);
+    a->accumulated_width = f->integer[ATTENTION_WIDTH];
+    KVC_CHECK(a->accumulated_width >= 0 && a->accumulated_width <= INT32_MAX, KVC_E_VALUE,
+              "%s: attention_width: expected 0 (none) to 2^31 tokens, got %lld", f->op->name,
+              (long long)a->accumulated_width);
     return KVC_OK;
 }
 
-static kvc_status mass_output(kvc_frame *f, kvc_attend_args *a)
+static kvc_status accumulated_output(kvc_frame *f, kvc_attend_args *a)
 {
-    int64_t size[3] = {a->store.batch, a->store.heads, a->mass_width};
-    void *mass;
-    KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, size, &mass));
-    a->mass = a->mass_width ? mass : NULL;
+    int64_t size[3] = {a->store.batch, a->store.heads, a->accumulated_width};
+    void *accumulated;
+    KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, size, &accumulated));
+    a->accumulated = a->accumulated_width ? accumulated : NULL;
     return KVC_OK;
 }
 
@@ -222,7 +223,7 @@ static kvc_status attend(kvc_frame *f, const int64_t *seen, bool feedback)
     KVC_TRY(kvc_op_output(f, f->tensor[Q].type, 4, out_size, &a.out.data));
     KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, lse_size, &lse));
     a.lse = lse;
-    KVC_TRY(mass_output(f, &a));
+    KVC_TRY(accumulated_output(f, &a));
     if (f->cuda) return kvc_gpu_attend(f, &a, seen, seen ? &f->tensor[COUNTERS] : NULL, f->integer[FORMATS]);
     return kvc_attend_feedback(&a, fed[0], fed[1]);
 }
@@ -252,8 +253,8 @@ kvc_status kvc_op_accumulate_attention(kvc_frame *f)
     KVC_TRY(kvc_op_expect_contiguous(f, S_AUX, "lse", 1u << KVC_T_F32, 3));
     const int64_t size[3] = {a.store.batch, a.query_heads, a.Tq};
     for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, S_AUX, "lse", d, size[d], "[B, Hq, Tq] as q has"));
-    a.mass_lse = f->tensor[S_AUX].data;
-    KVC_TRY(mass_output(f, &a));
+    a.given_lse = f->tensor[S_AUX].data;
+    KVC_TRY(accumulated_output(f, &a));
     if (f->cuda) return kvc_gpu_attend(f, &a, NULL, NULL, 0);
     int64_t rows = size[0] * size[1] * size[2];
     float *out = NULL;

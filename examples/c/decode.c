@@ -32,7 +32,7 @@ static float random_normal(void)
 /* Appends T tokens (slots seen..) and attends with the last one; adds its attention to the table's scores (H2O). */
 static void step(kvc_table *t, int64_t T, const float *q, float *out)
 {
-    static float k[H][MOST][D], v[H][MOST][D], lse[H * G], mass[H][MOST];
+    static float k[H][MOST][D], v[H][MOST][D], lse[H * G], accumulated[H][MOST];
     int64_t first = t->seen;
     for (int h = 0; h < H; h++) {
         memcpy(k[h], keys[h][first], (size_t)T * sizeof k[h][0]);
@@ -46,8 +46,8 @@ static void step(kvc_table *t, int64_t T, const float *q, float *out)
                          .seen = first,
                          .scale = 1 / sqrtf(D),
                          .lse = lse,
-                         .mass = mass[0],
-                         .mass_width = MOST};
+                         .accumulated = accumulated[0],
+                         .accumulated_width = MOST};
     a.q = (kvc_dense){(void *)q, {H * G * D, D, D}, KVC_F32};
     a.k = (kvc_dense){k, {H * MOST * D, MOST * D, D}, KVC_F32};
     a.v = (kvc_dense){v, {H * MOST * D, MOST * D, D}, KVC_F32};
@@ -59,7 +59,7 @@ static void step(kvc_table *t, int64_t T, const float *q, float *out)
     kvc_table_commit(t);
     for (int h = 0; h < H; h++)
         for (int64_t i = 0; i < t->rows[t->table_heads == H ? 2 * h : 0]; i++)
-            t->scores[h * t->score_capacity + i] += mass[h][i];
+            t->scores[h * t->score_capacity + i] += accumulated[h][i];
 }
 
 /* Slot of a head's i-th stored token; -1: dead. */

@@ -163,13 +163,13 @@ static void begin(call *c, play *p, const step *how)
     c->aux = play_room(Hq, sizeof(float));
     for (int64_t i = 0; i < Hq; i++) c->aux[i] = random_number(KVC_F32);
     if (how->aux) c->a.s_aux = c->aux;
-    c->a.mass_width = kvc_table_longest(p->t) + c->T + 3;
-    if (how->mass) c->a.mass = play_poison(B * s->heads * c->a.mass_width, sizeof(float));
+    c->a.accumulated_width = kvc_table_longest(p->t) + c->T + 3;
+    if (how->accumulated) c->a.accumulated = play_poison(B * s->heads * c->a.accumulated_width, sizeof(float));
     c->lse = play_room(B * Hq * c->Tq, sizeof(float));
     for (int64_t i = 0; i < B * Hq * c->Tq; i++)
         /* a given lse is that of all tokens: larger than those of the visible ones */
         c->lse[i] = i % 7 == 4 ? -INFINITY : i % 11 == 6 ? NAN : 7 + fabsf(random_number(KVC_F32));
-    if (how->given) c->a.mass_lse = c->lse;
+    if (how->given) c->a.given_lse = c->lse;
     if (how->exec) c->a.exec = *how->exec;
 }
 
@@ -180,7 +180,7 @@ static void end(call *c)
     free(c->a.v.data);
     free(c->a.out.data);
     free(c->a.lse);
-    free(c->a.mass);
+    free(c->a.accumulated);
     free(c->real);
     free(c->aux);
     free(c->lse);
@@ -239,7 +239,7 @@ static bool sees(int64_t window, int64_t first, int64_t q, int64_t k)
 }
 
 typedef struct sums {
-    double off, all, mass_off, mass_all;
+    double off, all, accumulated_off, accumulated_all;
 } sums;
 
 static void check_head(const call *c, int64_t b, int64_t h, sums *sum)
@@ -251,7 +251,8 @@ static void check_head(const call *c, int64_t b, int64_t h, sums *sum)
     ref_tokens x = tokens_of(c, b, h, slots);
     int64_t first = stored ? p->t->rows[2 * line + 1] : x.n ? slots[0] : 0;
     bool *seen = play_room(x.n, sizeof *seen);
-    double *weights = play_room(x.n, sizeof *weights), *mass = play_room(c->a.mass_width, sizeof *mass);
+    double *weights = play_room(x.n, sizeof *weights);
+    double *accumulated = play_room(c->a.accumulated_width, sizeof *accumulated);
     double q[2 * KVC_MAX_DIM], out[KVC_MAX_DIM];
     x.sees = seen;
     for (int64_t t = 0; t < c->Tq; t++)
@@ -280,21 +281,21 @@ static void check_head(const call *c, int64_t b, int64_t h, sums *sum)
             }
             bool pad = c->a.real && c->Tq == c->T && !c->real[b * c->T + t];
             double given = c->lse[(b * c->a.query_heads + hq) * c->Tq + t], share = pad ? 0 : 1;
-            if (c->a.mass_lse) share = isfinite(given) && lse > -INFINITY ? exp(lse - given) : 0;
-            for (int64_t i = 0; i < x.n && share > 0; i++) mass[i] += share * weights[i];
+            if (c->a.given_lse) share = isfinite(given) && lse > -INFINITY ? exp(lse - given) : 0;
+            for (int64_t i = 0; i < x.n && share > 0; i++) accumulated[i] += share * weights[i];
         }
-    for (int64_t i = 0; c->a.mass && i < c->a.mass_width; i++) {
-        double got = c->a.mass[(b * s->heads + h) * c->a.mass_width + i];
+    for (int64_t i = 0; c->a.accumulated && i < c->a.accumulated_width; i++) {
+        double got = c->a.accumulated[(b * s->heads + h) * c->a.accumulated_width + i];
         CHECK(i < x.n || got == 0);
-        sum->mass_off += fabs(got - mass[i]);
-        sum->mass_all += mass[i];
+        sum->accumulated_off += fabs(got - accumulated[i]);
+        sum->accumulated_all += accumulated[i];
     }
     free((void *)(uintptr_t)x.k);
     free((void *)(uintptr_t)x.v);
     free(slots);
     free(seen);
     free(weights);
-    free(mass);
+    free(accumulated);
 }
 
 static void check_call(const call *c)
@@ -305,7 +306,8 @@ static void check_call(const call *c)
         for (int64_t h = 0; h < p->spec.heads; h++) check_head(c, b, h, &sum);
     double rounding = c->a.out.dtype == KVC_F32 ? 0 : c->a.out.dtype == KVC_F16 ? 1e-3 : 5e-3;
     CHECK(sqrt(sum.off) <= (p->tolerance + rounding) * sqrt(sum.all));
-    CHECK(sum.mass_off <= (2 * p->tolerance + (kvc_format_is_raw(p->spec.key) ? 0 : 1e-3)) * sum.mass_all);
+    CHECK(sum.accumulated_off <=
+          (2 * p->tolerance + (kvc_format_is_raw(p->spec.key) ? 0 : 1e-3)) * sum.accumulated_all);
 }
 
 static void remember(const call *c)
@@ -357,7 +359,7 @@ void play_step(play *p, const step *how)
     check_call(&c);
     kvc_table_commit(p->t);
     remember(&c);
-    if (p->score && how->mass) play_observe(p, c.a.mass, c.a.mass_width);
+    if (p->score && how->accumulated) play_observe(p, c.a.accumulated, c.a.accumulated_width);
     end(&c);
     if (how->T > 1) play_check(p);
 }

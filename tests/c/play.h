@@ -25,7 +25,7 @@ typedef struct step {
     int64_t window;
     int64_t late; /* left padding of the last row */
     float softcap;
-    bool aux, mass, pads, failures; /* failures: every allocation fails once first */
+    bool aux, accumulated, pads, failures; /* failures: every allocation fails once first */
     bool wild, given; /* wild: NaN and Inf in some queries; given: accumulated attention with a given lse */
     kvc_dtype out;
     const kvc_exec *exec;

@@ -8,7 +8,7 @@ typedef struct good {
     play p;
     kvc_attend_args a;
     int64_t seals[2];
-    float q[64], k[64], v[64], out[64], lse[4], mass[400];
+    float q[64], k[64], v[64], out[64], lse[4], accumulated[400];
     uint8_t real[2];
 } good;
 
@@ -99,7 +99,8 @@ static void test_attend_args(kvc_pool *pool)
     BAD(KVC_E_VALUE, "inside the arena", table[0] = kvc_entry(extent - 64, KVC_RAW_F32, KVC_RAW_F32));
     BAD(KVC_E_VALUE, "inside the arena", table[s->columns + 3] = kvc_entry(extent, KVC_RAW_F32, KVC_RAW_F32));
     BAD(KVC_E_VALUE, "plan the append first", (a.T = 1, s->columns = 3, rows[0] = rows[2] = 34, s->batch = 1));
-    BAD(KVC_E_VALUE, "attention: expected a width of at least 41", (a.mass = g.mass, a.mass_width = 40));
+    BAD(KVC_E_VALUE, "attention: expected a width of at least 41",
+        (a.accumulated = g.accumulated, a.accumulated_width = 40));
     BAD(KVC_E_TYPE, "the dtype of the raw page", (a.k.dtype = KVC_BF16, a.v.dtype = KVC_BF16));
     BAD(KVC_E_VALUE, "only written whole", table[3] = kvc_entry(0, KVC_INT4, KVC_INT8));
     BAD(KVC_E_VALUE, "only written whole", table[3] = kvc_entry(0, KVC_INT8, KVC_INT4));

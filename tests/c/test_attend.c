@@ -18,9 +18,9 @@ static void every_format(kvc_pool *pool, int format)
     play_open(&p, pool, &s, 1, 2, 200);
     p.loud = format % 2 ? 0 : 20;
     play_step(&p, &(step){.T = 70});
-    play_step(&p, &(step){.T = 1, .mass = true, .wild = format % 2});
-    play_step(&p, &(step){.T = 30, .mass = true, .given = p.loud == 0, .exec = &in_threads});
-    play_step(&p, &(step){.T = 3, .out = KVC_BF16, .wild = true, .mass = true});
+    play_step(&p, &(step){.T = 1, .accumulated = true, .wild = format % 2});
+    play_step(&p, &(step){.T = 30, .accumulated = true, .given = p.loud == 0, .exec = &in_threads});
+    play_step(&p, &(step){.T = 3, .out = KVC_BF16, .wild = true, .accumulated = true});
     play_crop(&p, 90);
     play_step(&p, &(step){.T = 2, .out = KVC_F16});
     play_close(&p);
@@ -31,10 +31,10 @@ static void every_mask(kvc_pool *pool, const kvc_spec *s, int64_t window, int64_
 {
     play p;
     play_open(&p, pool, s, 2, group, 220);
-    play_step(&p, &(step){.T = 37, .pads = true, .window = window, .mass = true});
+    play_step(&p, &(step){.T = 37, .pads = true, .window = window, .accumulated = true});
     if (window < 0)
         play_step(&p, &(step){.T = 0, .queries = 37, .window = window}); /* also from before a row's first token */
-    play_step(&p, &(step){.T = 1, .window = window, .softcap = 5, .aux = true, .mass = true});
+    play_step(&p, &(step){.T = 1, .window = window, .softcap = 5, .aux = true, .accumulated = true});
     play_step(&p, &(step){.T = 50, .queries = 5, .window = window, .aux = true});
     play_step(&p, &(step){.T = 0, .queries = 3, .window = window, .wild = true});
     play_step(&p, &(step){.T = 20, .queries = -1, .pads = true});
@@ -42,10 +42,11 @@ static void every_mask(kvc_pool *pool, const kvc_spec *s, int64_t window, int64_
                           .pads = true,
                           .window = window,
                           .exec = &in_threads,
-                          .mass = true,
+                          .accumulated = true,
                           .softcap = 30,
                           .given = window < 0});
-    for (int i = 0; i < 4; i++) play_step(&p, &(step){.T = 1, .window = window, .mass = i % 2, .failures = i == 3});
+    for (int i = 0; i < 4; i++)
+        play_step(&p, &(step){.T = 1, .window = window, .accumulated = i % 2, .failures = i == 3});
     play_close(&p);
 }
 
@@ -56,11 +57,11 @@ static void long_sequence(kvc_pool *pool, int key, int value)
     kvc_spec s = spec_of(1, 64, 64, 16, 4, KVC_RAW_F32, key, value);
     play_open(&p, pool, &s, 1, 5, 1240);
     play_step(&p, &(step){.T = 1100, .queries = 2, .exec = &in_threads});
-    play_step(&p, &(step){.T = 1, .mass = true, .exec = &in_threads, .wild = true});
-    play_step(&p, &(step){.T = 17, .mass = true, .window = 700, .given = true});
-    play_step(&p, &(step){.T = 1, .failures = true, .mass = true});
+    play_step(&p, &(step){.T = 1, .accumulated = true, .exec = &in_threads, .wild = true});
+    play_step(&p, &(step){.T = 17, .accumulated = true, .window = 700, .given = true});
+    play_step(&p, &(step){.T = 1, .failures = true, .accumulated = true});
     play_evict(&p, 5, false, -1);
-    play_step(&p, &(step){.T = 1, .mass = true});
+    play_step(&p, &(step){.T = 1, .accumulated = true});
     play_close(&p);
 }
 
@@ -69,10 +70,10 @@ static void evictions(kvc_pool *pool, const kvc_spec *s, bool ragged, int32_t to
     play p;
     play_open(&p, pool, s, 2, 3, 400);
     if (ragged) play_keep_scores(&p);
-    play_step(&p, &(step){.T = 90, .queries = ragged ? 0 : 9, .pads = ragged, .mass = true});
+    play_step(&p, &(step){.T = 90, .queries = ragged ? 0 : 9, .pads = ragged, .accumulated = true});
     for (int round = 0; round < 5; round++) {
         play_evict(&p, round == 3 ? 1 : 6, ragged && round > 0, round % 2 ? to : -1);
-        play_step(&p, &(step){.T = 1, .mass = true, .failures = round == 2});
+        play_step(&p, &(step){.T = 1, .accumulated = true, .failures = round == 2});
         play_step(&p, &(step){.T = 40, .queries = 7, .window = round == 2 ? 64 : 0, .exec = &in_threads});
         if (round == 1) play_crop(&p, p.t->seen - 5);
     }
@@ -88,7 +89,7 @@ static void one_full_page(kvc_pool *pool, int key, int value)
     play_step(&p, &(step){.T = 20}); /* which seals it */
     play_crop(&p, 16);
     play_evict(&p, 4, false, -1);
-    play_step(&p, &(step){.T = 1, .mass = true});
+    play_step(&p, &(step){.T = 1, .accumulated = true});
     play_step(&p, &(step){.T = 40});
     play_evict(&p, 0, false, -1); /* evicts everything, including raw pages */
     play_step(&p, &(step){.T = 3});
@@ -111,7 +112,7 @@ static void direct(kvc_pool *pool, int raw, int key, int value)
     play p;
     kvc_spec s = {2, 32, 32, 16, 0, 0, raw, key, value, true};
     play_open(&p, pool, &s, 1, 2, 120);
-    play_step(&p, &(step){.T = 48, .mass = true});
+    play_step(&p, &(step){.T = 48, .accumulated = true});
     play_step(&p, &(step){.T = 1});
     play_step(&p, &(step){.T = 47});
     play_close(&p);
@@ -141,8 +142,8 @@ static void same_in_threads(kvc_pool *pool)
     kvc_attend_args a = {.store = kvc_table_store(p.t), .q = {q, {512, 64, 64}, KVC_F32}, .query_heads = 8, .Tq = 1};
     a.seen = p.t->seen, a.scale = .125f, a.lse = lse[1];
     a.out = (kvc_dense){out[1], {512, 64, 64}, KVC_F32};
-    static float mass[2 * 4 * 400];
-    a.mass = mass, a.mass_width = 400;
+    static float accumulated[2 * 4 * 400];
+    a.accumulated = accumulated, a.accumulated_width = 400;
     OK(kvc_attend(&a));
     for (int r = 0; r < 16; r++) {
         bool bad = r == 1 || r == 3;
@@ -152,7 +153,7 @@ static void same_in_threads(kvc_pool *pool)
     }
     for (int h = 0; h < 8; h++) {
         double sum = 0;
-        for (int i = 0; i < 400; i++) sum += mass[h * 400 + i];
+        for (int i = 0; i < 400; i++) sum += accumulated[h * 400 + i];
         CHECK(fabs(sum - (h < 2 ? 1 : 2)) < 1e-2); /* a row of NaN adds nothing */
     }
     play_close(&p);
@@ -195,9 +196,9 @@ void test_attention(void)
     one_full_page(pool, KVC_INT4, KVC_INT8);
     kvc_spec plain = spec_of(1, 32, 32, 128, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8); /* rows with adjacent slots */
     /* across a word of the mask */
-    alike(pool, &plain, 2, 90, 3, (step){.T = 5, .queries = 2, .window = 50, .mass = true});
+    alike(pool, &plain, 2, 90, 3, (step){.T = 5, .queries = 2, .window = 50, .accumulated = true});
     kvc_spec sealed = spec_of(1, 32, 32, 16, 0, KVC_RAW_F32, KVC_INT8, KVC_INT4);
-    alike(pool, &sealed, 1, 40, 10, (step){.T = 6, .pads = true, .mass = true});
+    alike(pool, &sealed, 1, 40, 10, (step){.T = 6, .pads = true, .accumulated = true});
     kvc_spec widest = spec_of(1, KVC_MAX_DIM, 512, 16, 0, KVC_RAW_BF16, KVC_INT4, KVC_INT4);
     alike(pool, &widest, 2, 36, 2, (step){.T = 1, .softcap = .5f});
     direct(pool, KVC_RAW_BF16, KVC_INT8, KVC_INT8);

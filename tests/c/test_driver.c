@@ -141,7 +141,7 @@ static void test_side_by_side(kvc_pool *pool)
     play_close(&p);
     play_open(&p, pool, &(kvc_spec){8, 64, 64, 64, 0, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8, false}, 1, 1, 1300);
     play_step(&p, &(step){.T = 1150, .queries = -1});
-    play_step(&p, &(step){.T = 1, .mass = true}); /* in two runs */
+    play_step(&p, &(step){.T = 1, .accumulated = true}); /* in two runs */
     play_close(&p);
 }
 

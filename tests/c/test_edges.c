@@ -92,7 +92,7 @@ static void test_limits(kvc_pool *pool)
         OK(kvc_attend(&a));                                                                                            \
     } while (0)
     int32_t slots[80];
-    float *mass = play_poison(2 * 2 * 41, sizeof *mass);
+    float *accumulated = play_poison(2 * 2 * 41, sizeof *accumulated);
     for (int i = 0; i < 80; i++) slots[i] = i % 40;
     TAKES((void)0);
     TAKES(a.seen = INT32_MAX - 1);
@@ -100,7 +100,7 @@ static void test_limits(kvc_pool *pool)
     TAKES(a.window = -INT32_MAX);
     TAKES(a.window = INT64_MAX / 2);
     TAKES((a.store.slots = slots, a.store.slot_capacity = 40));
-    TAKES((a.mass = mass, a.mass_width = 41));
+    TAKES((a.accumulated = accumulated, a.accumulated_width = 41));
     kvc_attend_args none = good; /* without sequences, only the limits are checked */
     none.store.batch = 0, none.n_seals = 0;
     TAKES((a = none, a.seen = 0, a.T = INT32_MAX));
@@ -123,7 +123,7 @@ static void test_limits(kvc_pool *pool)
     TAKES(a.store.arena_bytes = end);
     good.store.arena_bytes = end - 1;
     FAILS(KVC_E_VALUE, "inside the arena", kvc_attend(&good));
-    free(mass);
+    free(accumulated);
     kvc_table_rollback(p.t);
     play_check(&p);
     play_end_call(&good);
@@ -223,8 +223,8 @@ static void test_sealed_alone(kvc_pool *pool, int64_t sinks, int key, int value)
     CHECK(n == 0);
     kvc_table_commit(p.t);
     CHECK(p.t->rows[0] == closed);
-    play_step(&p, &(step){.T = 0, .queries = 2, .mass = true});
-    play_step(&p, &(step){.T = 0, .queries = 1, .mass = true, .wild = true});
+    play_step(&p, &(step){.T = 0, .queries = 2, .accumulated = true});
+    play_step(&p, &(step){.T = 0, .queries = 1, .accumulated = true, .wild = true});
     play_close(&p);
 }
 
@@ -256,18 +256,18 @@ static void test_overflow(kvc_pool *pool, float q)
 {
     play p;
     kvc_spec s = spec_of(1, 0, KVC_RAW_F32, KVC_RAW_F32, KVC_INT8);
-    float mass[100];
+    float accumulated[100];
     play_open(&p, pool, &s, 1, 1, 100);
     kvc_attend_args a = play_plan_call(&p, 40, 3, false);
     for (int64_t i = 0; i < 40 * 32; i++) ((float *)a.k.data)[i] = ((float *)a.v.data)[i] = 1;
     for (int64_t d = 0; d < 32; d++) ((float *)a.q.data)[32 + d] = q;
-    memset(mass, 0xff, sizeof mass);
-    a.mass = mass, a.mass_width = 100;
+    memset(accumulated, 0xff, sizeof accumulated);
+    a.accumulated = accumulated, a.accumulated_width = 100;
     OK(kvc_attend(&a));
     CHECK(isnan(a.lse[1]) && fabs(a.lse[0] - log(38)) < 1e-5 && fabs(a.lse[2] - log(40)) < 1e-5);
     for (int64_t d = 0; d < 32; d++)
         CHECK(isnan(((float *)a.out.data)[32 + d]) && fabsf(((float *)a.out.data)[64 + d] - 1) < .02f);
-    for (int i = 0; i < 100; i++) CHECK(fabs(mass[i] - (i < 38 ? 1. / 38 : 0) - (i < 40 ? 1. / 40 : 0)) < 1e-6);
+    for (int i = 0; i < 100; i++) CHECK(fabs(accumulated[i] - (i < 38 ? 1. / 38 : 0) - (i < 40 ? 1. / 40 : 0)) < 1e-6);
     kvc_table_rollback(p.t);
     play_end_call(&a);
     play_close(&p);

@@ -48,7 +48,7 @@ class Store:
         seen = self.table.seen
         seals = torch.from_numpy(self.table.plan(T, None if mask is None else mask.numpy()))
         none = torch.empty(0)
-        out, lse, *self.mass = ops.attend(
+        out, lse, *self.accumulated = ops.attend(
             q, k, v, *self.tensors(), none.bool() if mask is None else mask, none if s_aux is None else s_aux, seals,
             seen, *self.geometry, window, 1 / math.sqrt(self.D), softcap,
         )  # fmt: skip

@@ -169,8 +169,8 @@ def test_without_feedback_it_is_attend():
 
 
 @pytest.mark.parametrize("key", FORMATS)
-@pytest.mark.parametrize("mass", [False, True])
-def test_a_call_attends_to_the_codes_that_it_seals(key, mass):
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_call_attends_to_the_codes_that_it_seals(key, accumulated):
     """A page that was full before the call is read like in all later calls: a rejected draft has no effect."""
     kv, k, v, q = PagedKV(H, D, key=key, basis=basis()), data(140, 1), data(140, 2), data(140, 3)
     kv.append(k[:, :, :132], v[:, :, :132])
@@ -178,7 +178,7 @@ def test_a_call_attends_to_the_codes_that_it_seals(key, mass):
     before = kv.stats()["parts"]["sealed"]
     for t in range(132, 140):
         now = [x[:, :, t : t + 1] for x in (q, k, v)]
-        out, *_ = kv.attend(*now, return_attention=mass)
+        out, *_ = kv.attend(*now, return_attention=accumulated)
         again, _ = kv.attend(now[0])
         assert torch.allclose(out, again, atol=1e-5), t
     assert kv.stats()["parts"]["sealed"] > before

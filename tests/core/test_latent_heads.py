@@ -47,26 +47,26 @@ def drive(store, lengths, heads, dtype=torch.float32, mask=None, loud=True, shar
         own = None if mask is None else mask[:, start : start + T].contiguous()
         seen, aux = store.table.seen, options.get("s_aux")
         seals = torch.from_numpy(store.table.plan(T, None if own is None else own.numpy()))
-        out, lse, mass = attend(
+        out, lse, accumulated = attend(
             q, k, v, *store.tensors(), NONE.bool() if own is None else own, NONE if aux is None else aux, seals, seen,
             *store.geometry, options.get("window", 0), scale, options.get("softcap", 0.0), start + T,
         )  # fmt: skip
         store.table.commit()
         new = torch.ones(store.B, T, dtype=torch.bool) if own is None else own
         store.real = torch.cat([torch.from_numpy(store.real), new], 1).numpy()
-        yield out.transpose(1, 2), lse, mass, *reference(store, q, k, v, scale, **options)
+        yield out.transpose(1, 2), lse, accumulated, *reference(store, q, k, v, scale, **options)
         start += T
 
 
 def check(results, bound):
-    for out, lse, mass, want, want_lse in results:
+    for out, lse, accumulated, want, want_lse in results:
         assert out.shape == want.shape and error(out, want) <= bound
         there = ~torch.isinf(want_lse)
         assert torch.equal(torch.isinf(lse), ~there) and (lse.double() - want_lse)[there].abs().max() <= 20 * max(
             bound, 1e-5
         )
         paid = there.sum(dim=(1, 2)).double()  # the weights of a query sum to 1
-        assert (mass.sum(dim=(1, 2)).double() - paid).abs().max() <= 20 * max(bound, 1e-4) * max(1.0, paid.max())
+        assert (accumulated.sum(dim=(1, 2)).double() - paid).abs().max() <= 20 * max(bound, 1e-4) * max(1.0, paid.max())
 
 
 @pytest.mark.parametrize("Dk, Dv, heads", [(512, 64, 20), (128, 32, 5)])

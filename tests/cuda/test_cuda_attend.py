@@ -20,7 +20,7 @@ class Store(cpu.Store):
         super().__init__(*args, **options)
         self.twin, self.scale = twin or Twin(), 1 / math.sqrt(self.D)
 
-    def step(self, q, k, v, mask=None, s_aux=None, window=0, softcap=0.0, mass_width=0):
+    def step(self, q, k, v, mask=None, s_aux=None, window=0, softcap=0.0, attention_width=0):
         T = k.shape[2]
         seen = self.table.seen
         seals = torch.from_numpy(self.table.plan(T, None if mask is None else mask.numpy()))
@@ -28,8 +28,8 @@ class Store(cpu.Store):
         arena, table, rows, slots = self.tensors()
         ours = arena.clone()
         rest = [table, rows, slots, none.bool() if mask is None else mask, none if s_aux is None else s_aux, seals,
-                seen, *self.geometry, window, self.scale, softcap, mass_width]  # fmt: skip
-        out, lse, *self.mass = self.twin.attend(q, k, v, ours, *rest)
+                seen, *self.geometry, window, self.scale, softcap, attention_width]  # fmt: skip
+        out, lse, *self.accumulated = self.twin.attend(q, k, v, ours, *rest)
         assert self.twin.flags == 0
         self.want = ops.attend(q, k, v, arena, *rest)
         assert torch.equal(ours, arena)
@@ -229,18 +229,18 @@ def test_long_context_is_split_and_joined():
 
 
 @pytest.mark.parametrize("key", ["raw", "int8", "int4", "kivi4"])
-def test_mass_equals_the_cpus(key):
+def test_accumulated_attention_equals_the_cpus(key):
     store = Store(key, key, D=32, B=2)
     mask = torch.ones(2, 100, dtype=torch.bool)
     mask[1, :20] = False
     for T in (100, 1, 9, 16):
         q, k, v = data(2, 4, T, 32, T), data(2, 2, T, 32, T + 1), data(2, 2, T, 32, T + 2)
         width = store.table.seen + T + 5
-        _, lse = store.step(q, k, v, mask=mask if T == 100 else None, mass_width=width)
-        torch.testing.assert_close(store.mass[0], store.want[2], rtol=2e-2, atol=2e-3)
+        _, lse = store.step(q, k, v, mask=mask if T == 100 else None, attention_width=width)
+        torch.testing.assert_close(store.accumulated[0], store.want[2], rtol=2e-2, atol=2e-3)
         rows = torch.isfinite(lse).sum(-1).view(2, 2, 2).sum(-1).float()
         rtol = 2**-11 if 2 * T <= 32 else 2e-6  # few rows: computed from weights stored as fp16
-        torch.testing.assert_close(store.mass[0].sum(-1), rows, rtol=rtol, atol=0)
+        torch.testing.assert_close(store.accumulated[0].sum(-1), rows, rtol=rtol, atol=0)
 
 
 def test_page_per_head_tables_and_slots():
@@ -340,11 +340,11 @@ def test_bad_tables_are_flagged_and_harm_nothing(bad):
         rows[0, 0, 0] = -5
     before = arena.clone()
     rest = [table, rows, slots, NONE.bool(), NONE, NO_SEALS, 200, 64, 4, 0, 1.0, 0.0]
-    _, _, mass = twin.attend(data(1, 4, 1, 32, 0), k[:, :, :0], k[:, :, :0], arena, *rest, 200)
-    assert bool((mass >= 0).all()) and bool((mass <= 4).all())
+    _, _, accumulated = twin.attend(data(1, 4, 1, 32, 0), k[:, :, :0], k[:, :, :0], arena, *rest, 200)
+    assert bool((accumulated >= 0).all()) and bool((accumulated <= 4).all())
     if bad in ("entry", "none", "offset"):  # unreadable pages receive no attention
-        assert not mass[0, 0, 4:68].any()
-        assert mass[0, 0].sum().item() == pytest.approx(2, rel=2**-11)
+        assert not accumulated[0, 0, 4:68].any()
+        assert accumulated[0, 0].sum().item() == pytest.approx(2, rel=2**-11)
     assert twin.flags & {"columns": ROWS, "negative": ROWS, "format": STAGE}.get(bad, ENTRY)
     assert torch.equal(arena, before)
     if bad != "format":

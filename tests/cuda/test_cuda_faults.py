@@ -87,7 +87,7 @@ def test_kernels_of_another_interface_are_refused(tmp_path, abi, got):
 
 
 INTERFACE = {1: "b4e1e18cb7c6ba87", 2: "4bf9491154a1e8b5", 3: "25e8d58b03c8a8a9",
-             4: "dd759f236a316121"}  # fmt: skip
+             4: "dd759f236a316121", 5: "e947825f2bc8bf67"}  # fmt: skip
 """Digest of the interface of each version, without comments and layout (from 4 on). A change requires a new version
 and a line here."""
 
@@ -255,7 +255,7 @@ def test_numbers_of_tokens(key, value):
 
 @pytest.mark.parametrize("T", [1, 3, 20])
 @pytest.mark.parametrize("key", ["raw", "int8"])
-def test_mass_against_the_lse_of_more_tokens(T, key):
+def test_accumulated_attention_against_the_lse_of_more_tokens(T, key):
     H, G, D = 2, 3, 64
     k, q = data(1, H, 150, D, 1), data(1, H * G, T, D, 3)
     kv = PagedKV(H, D, key=key)

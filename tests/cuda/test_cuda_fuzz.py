@@ -39,7 +39,7 @@ def one(seed: int) -> None:
         if bool(want.any()):
             assert error(out, want.double()) <= 2e-2, seed
         if bool(store.want[2].any()):
-            assert error(store.mass[0], store.want[2].double()) <= 2e-2, seed
+            assert error(store.accumulated[0], store.want[2].double()) <= 2e-2, seed
 
 
 @pytest.mark.parametrize("part", range(2))

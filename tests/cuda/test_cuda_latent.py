@@ -111,9 +111,9 @@ def test_wide_heads(D, Dv, key):
     store = Store(key, key, H=1, D=D, Dv=Dv)
     check_heads(run_heads(store, [80, 1, 3, 1], 2, outliers=True), BOUND["raw_f32" if key == "raw" else key])
     q, k, v = data(1, 3, 5, D, 7), data(1, 1, 5, D, 8), data(1, 1, 5, Dv, 9)
-    store.step(q, k, v, mass_width=store.table.seen + 5)
-    torch.testing.assert_close(store.mass[0], store.want[2], rtol=2e-2, atol=2e-3)
-    torch.testing.assert_close(store.mass[0].sum(), torch.tensor(15.0), rtol=2e-5, atol=0)
+    store.step(q, k, v, attention_width=store.table.seen + 5)
+    torch.testing.assert_close(store.accumulated[0], store.want[2], rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(store.accumulated[0].sum(), torch.tensor(15.0), rtol=2e-5, atol=0)
 
 
 @pytest.mark.parametrize("page_size, sinks, seen", [(16, 0, 70), (64, 4, 150)])

@@ -91,12 +91,12 @@ def test_numbers_that_are_none():
     assert out.isfinite().all() and lse.isfinite().all()
 
 
-def test_mass_equals_the_cpus():
+def test_accumulated_attention_equals_the_cpus():
     of, dtype = store("int8", "int8", torch.float16, D=64, H=1), torch.float16
     for T in (100, 40):
         q, k, v = data(1, 2, T, 64, T, dtype), data(1, 1, T, 64, T + 1, dtype), data(1, 1, T, 64, T + 2, dtype)
-        of.step(q, k, v, mass_width=of.table.seen + T)
-        torch.testing.assert_close(of.mass[0], of.want[2], rtol=2e-2, atol=2e-3)
+        of.step(q, k, v, attention_width=of.table.seen + T)
+        torch.testing.assert_close(of.accumulated[0], of.want[2], rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="looks at the twin's launches")

@@ -29,7 +29,7 @@ MORE = {**{("ints_128", arch): 256 for arch in ("80", "86", "89", "90")},
         **{("ints_64", arch): 160 for arch in ("80", "90")}, **{("ints_256", arch): 200 for arch in ("80", "90")},
         **{("int4_128", arch): 100 for arch in ("80", "86", "89")}}  # fmt: skip
 """Where the compiler spills more of what stays from page to page."""
-ATTEND = ("mass_any", *(f"attend_{kinds}" for kinds in ("raw", "int8", "fp8", "int4", "int2", "ints", "any")))
+ATTEND = ("accumulate_any", *(f"attend_{kinds}" for kinds in ("raw", "int8", "fp8", "int4", "int2", "ints", "any")))
 KERNELS = {
     **{f"attend{dims}": tuple(f"{name}_{dims}" for name in ATTEND) for dims in (64, 128, 256)},
     "prefill": ("prefill_64", "prefill_128"),
@@ -44,7 +44,7 @@ KERNELS = {
     "varlen": ("varlen",),
     "wide": ("list_wide", "write_wide", "pack_rows_wide", "quantize_rows_wide", "dequantize_rows_wide", "clear_wide",
              "read_rows_wide", "anew_wide", "move_wide", "score_wide", "store_wide"),
-    "attend_wide": ("attend_wide", "mass_wide"),
+    "attend_wide": ("attend_wide", "accumulate_wide"),
 }  # fmt: skip
 LOCAL = {"write": 272, "write_wide": 640, "anew_wide": 768, "pack_rows_wide": 40, "score_wide": 120}
 """Bytes of local memory of the others: none, but for what the write kernel is to do, which it finds once a block, and

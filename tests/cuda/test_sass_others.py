@@ -54,9 +54,9 @@ def test_numbers_of_tokens(machines):
 
 
 def test_what_attention_took(machines):
-    """The mass of a decode step, of weights that attention left, and of more rows by a kernel of its own."""
+    """Accumulated attention of a decode step, of weights that attention left, and of more rows by its own kernel."""
     H, G, D, tokens = 1, 4, 64, 70
-    machine = machines("90", "(attend_int8_64|kept_kernel|mass_any_64)")(formats=1 << 3)
+    machine = machines("90", "(attend_int8_64|kept_kernel|accumulate_any_64)")(formats=1 << 3)
     kv = PagedKV(H, D, key="int8", page_size=64, dtype=torch.float16)
     kv.append(*(x.half() for x in (data(1, H, tokens, D, 1), data(1, H, tokens, D, 2))))
     q, none = data(1, H * G, 9, D, 3).half(), torch.empty(1, H, 0, D, dtype=torch.float16)
@@ -66,7 +66,7 @@ def test_what_attention_took(machines):
                 kv.sinks, 0, D**-0.5, 0.0, tokens + 3)  # fmt: skip
         for a, b in zip(machine.attend(*args), ops.attend(*args), strict=True):
             torch.testing.assert_close(a.float(), b.float().view(a.shape), rtol=2e-2, atol=2e-3)
-    assert machines.ran() == {"kvc_attend_int8_64", "kvc_kept_kernel", "kvc_mass_any_64"}
+    assert machines.ran() == {"kvc_attend_int8_64", "kvc_kept_kernel", "kvc_accumulate_any_64"}
 
 
 @pytest.mark.parametrize("kernel,D,arch", [("store_kernel", 64, "90"), ("store_wide", 288, "90")])
@@ -120,9 +120,9 @@ def test_wide_pages(machines):
     ("raw", "raw", 64, 16, 9, torch.float32, "90"), ("int8", "fp8_e4m3", 64, 16, 9, torch.float32, "120"),
 ])  # fmt: skip
 def test_latents(machines, key, value, D, Dv, heads, dtype, arch):
-    """Against float64 on what is stored; its bytes and the mass are the CPU's. A step, and tokens that seal a page."""
+    """Against float64 on what is stored; bytes and accumulated attention are the CPU's. Also a page that fills."""
     write = "write_wide" if D > 256 else "write_kernel"
-    machine = machines(arch, f"attend_wide|mass_wide|{write}")(processors=6)
+    machine = machines(arch, f"attend_wide|accumulate_wide|{write}")(processors=6)
 
     def attend(q, k, v, arena, *rest):
         ours = arena.clone()
@@ -137,4 +137,4 @@ def test_latents(machines, key, value, D, Dv, heads, dtype, arch):
     store = test_cuda_latent.latents(key, value, D=D, Dv=Dv, dtype=dtype, page_size=16)
     results = drive(store, [29, 1, 4], heads, dtype, loud=dtype == torch.float32, attend=attend)
     check(results, 1e-2 if dtype != torch.float32 else BOUND["raw_f32" if key == "raw" else key])
-    assert machines.ran() == {"kvc_attend_wide", "kvc_mass_wide", f"kvc_{write}"}
+    assert machines.ran() == {"kvc_attend_wide", "kvc_accumulate_wide", f"kvc_{write}"}

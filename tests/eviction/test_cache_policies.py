@@ -32,7 +32,7 @@ CASES = {
     "snapkv": (SnapKV(40, 8), paper.snapkv(40, 8, 5), 40),
     "keydiff": (KeyDiff(40), paper.keydiff(40), 40),
     "expected": (ExpectedAttention(40, queries=16, future=32), paper.expected(40, 16, 32), 40),
-    "adakv": (AdaKV(H2O(40, 10)), paper.adakv(40, 0.2, lambda r: r.mass / (r.n - torch.arange(r.n)), 4, 10), 40),
+    "adakv": (AdaKV(H2O(40, 10)), paper.adakv(40, 0.2, lambda r: r.accumulated / (r.n - torch.arange(r.n)), 4, 10), 40),
 }
 LENGTHS = [40, 33, 1, 1, 1, 26, *[1] * 20]
 

@@ -61,19 +61,19 @@ CASES = {
         AdaKV(KNorm(40, sinks=4), 0.5), reference.adakv(40, 0.5, lambda row: -row.K.norm(dim=-1), 4), 40,
     ),
     "adakv of h2o": (
-        AdaKV(H2O(40, 10, 0, score="sum")), reference.adakv(40, 0.2, lambda row: row.mass, 0, 10), 40,
+        AdaKV(H2O(40, 10, 0, score="sum")), reference.adakv(40, 0.2, lambda row: row.accumulated, 0, 10), 40,
     ),
     "expected": (ExpectedAttention(40, queries=20, future=64), reference.expected(40, 20, 64), 40),
     "expected of few": (
         ExpectedAttention(40, 8, queries=300, future=8, epsilon=0.1), reference.expected(40, 300, 8, 8, 0.1), 40,
     ),
     "critical": (
-        bound(CriticalKV(H2O(40, 8, 4))), reference.critical(40, OUTPUT, lambda r: r.mass / (r.n - torch.arange(r.n)),
-        sinks=4, recent=8), 40,
+        bound(CriticalKV(H2O(40, 8, 4))),
+        reference.critical(40, OUTPUT, lambda r: r.accumulated / (r.n - torch.arange(r.n)), sinks=4, recent=8), 40,
     ),
     "critical sums": (
         bound(CriticalKV(ScoreOnly(40, score="sum"), 0.25, 0.5)),
-        reference.critical(40, OUTPUT, lambda row: row.mass, 0.25, 0.5), 40,
+        reference.critical(40, OUTPUT, lambda row: row.accumulated, 0.25, 0.5), 40,
     ),
 }  # fmt: skip
 CALLS = (50, 33, 40, *[1] * 17, 21, *[1] * 18)  # chunks of a prompt, an answer, a second turn, an answer
@@ -200,7 +200,7 @@ def test_heads_get_what_they_need():
     assert kv.stats()["bytes"] <= 0.55 * before.stats()["bytes"]
 
 
-def test_h2o_with_attention_from_outside_and_its_mass():
+def test_h2o_with_attention_from_outside_and_its_accumulated_attention():
     """`observe` with eager weights equals what the op accumulates; the weights of a query sum to 1 per head."""
     one, two = (PagedKV(H, D, key="raw", page_size=PAGE, policy=H2O(10**6, score="sum")) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
@@ -235,7 +235,7 @@ def test_plain_sums_favour_early_tokens():
     assert early["sum"] > 0.9 and early["mean"] < 0.7
 
 
-def test_mass_is_that_of_eager_attention():
+def test_accumulated_attention_is_that_of_eager_attention():
     kv = PagedKV(H, D, key="raw", batch=2, page_size=PAGE, policy=AdaKV(H2O(40)))
     generator = torch.Generator().manual_seed(0)
     for T in (50, 30, 1, 1):

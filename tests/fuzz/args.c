@@ -22,7 +22,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     int64_t table[B * HEADS * COLUMNS], rows[B * HEADS * 2], seals[8], arena_bytes = 64 * (below(&in, 200) + 1) * 16;
     int32_t slots[B * HEADS * SLOTS];
     uint8_t real[B * T], *arena = aligned_alloc(64, (size_t)arena_bytes);
-    static float lse[B * HEADS * T], mass[B * HEADS * 512], aux[HEADS];
+    static float lse[B * HEADS * T], accumulated[B * HEADS * 512], aux[HEADS];
     memset(arena, byte(&in), (size_t)arena_bytes);
     kvc_store s = {.arena = arena, .arena_bytes = arena_bytes, .table = table, .rows = rows};
     static const int64_t heads[] = {1, 2, 1, 2, 0, -1}, batches[] = {1, 2, 1, 2, 0, -1};
@@ -52,7 +52,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     a.softcap = below(&in, 4) ? 0 : real_number(&in);
     if (below(&in, 2)) a.real = real;
     if (below(&in, 2)) a.s_aux = aux;
-    if (below(&in, 2)) a.mass = mass, a.mass_width = below(&in, 255);
+    if (below(&in, 2)) a.accumulated = accumulated, a.accumulated_width = below(&in, 255);
     kvc_dtype dtype = (kvc_dtype)below(&in, 3);
     if (below(&in, 2)) dtype = KVC_F32;
     a.q = (kvc_dense){numbers[0], {HEADS * T * 256, T * 256, 256}, dtype};

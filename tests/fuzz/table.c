@@ -100,7 +100,7 @@ static void live_on(input *in, kvc_table **table)
     kvc_table *t = *table, *other = NULL;
     int64_t index[4], before[4], dropped, width;
     uint8_t real[ROWS * 256];
-    float mass[4096];
+    float accumulated[4096];
     kvc_alloc_fail_at(below(in, 8) ? 0 : 1 + below(in, 9));
     switch (below(in, 12)) {
     case 0:
@@ -137,9 +137,9 @@ static void live_on(input *in, kvc_table **table)
         break;
     case 10:
         kvc_table_keep_scores(t, below(in, 2));
-        for (int i = 0; i < 4096; i++) mass[i] = (float)i;
+        for (int i = 0; i < 4096; i++) accumulated[i] = (float)i;
         width = below(in, 255);
-        if (t->batch * t->spec.heads * width <= 4096) kvc_table_observe(t, mass, width, .5f);
+        if (t->batch * t->spec.heads * width <= 4096) kvc_table_observe(t, accumulated, width, .5f);
         break;
     default: kvc_table_reset(t, below(in, ROWS + 1));
     }

@@ -101,7 +101,7 @@ ACTS = {
     "append with pads": lambda x: x[0].append(*tokens(9, 50)[1:], torch.arange(9) >= torch.tensor([[2], [7]])),
     "attend": lambda x: x[0].attend(*tokens(20, 51)),
     "a token": lambda x: x[0].attend(*tokens(1, 51)),
-    "mass": lambda x: x[0].attend(*tokens(5, 52), return_attention=True),
+    "accumulated attention": lambda x: x[0].attend(*tokens(5, 52), return_attention=True),
     "a query alone": lambda x: x[0].attend(tokens(3, 53)[0]),
     "dense": lambda x: x[0].dense(),
     "crop": lambda x: x[0].crop(37),

@@ -40,9 +40,9 @@ def _source(kernel: str) -> tuple[str, str]:
         others = "".join(f"#define SET_{name}(name, per, kinds)\n" for name in sets() if name != m[1])
         one = f"#define SET_{m[1]}(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, {m[2]}, per)\n"
         choose = "#define SET(name, per, kinds) SET_##name(name, per, kinds)\nKVC_SETS(SET)\n"
-        return kernel, f'#include "mass.cuh"\n{others}{one}{choose}'
-    if m := re.fullmatch(r"kvc_mass_any_(\d+)", kernel):
-        return kernel, f'#include "mass.cuh"\nKVC_MASS_KERNEL(any, (1u << KVC_KINDS) - 1, {m[1]})\n'
+        return kernel, f'#include "accumulated.cuh"\n{others}{one}{choose}'
+    if m := re.fullmatch(r"kvc_accumulate_any_(\d+)", kernel):
+        return kernel, f'#include "accumulated.cuh"\nKVC_ACCUMULATE_KERNEL(any, (1u << KVC_KINDS) - 1, {m[1]})\n'
     for path in sorted((ROOT / "csrc/cuda").glob("*.cu")):
         if re.search(rf"KVC_KERNEL\({kernel},|^#define \w+ {kernel}$", path.read_text(), re.MULTILINE):
             return path.stem, f'#include "{path.name}"\n'

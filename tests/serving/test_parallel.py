@@ -32,7 +32,7 @@ CASES = [
         for case, ranks in (
             ("evict", 2),
             ("layer", 4),
-            ("mass", 3),
+            ("accumulated", 3),
             ("evict", 4),
             ("heads", 2),
             ("plan", 2),

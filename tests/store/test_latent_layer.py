@@ -62,8 +62,8 @@ def test_attends_to_what_it_holds(Dk, Dv, key, bound):
         assert out.shape == want.shape and error(out, want) < bound
     q = data(store, 3, 9)[0]
     want, paid = definition(q, *store.dense(), torch.ones(2, store.seen, dtype=torch.bool))
-    out, _, mass = store.attend(q, scale=SCALE, return_attention=True)
-    assert error(out, want) < bound and error(mass[:, 0], paid) < max(bound, 1e-5)
+    out, _, accumulated = store.attend(q, scale=SCALE, return_attention=True)
+    assert error(out, want) < bound and error(accumulated[:, 0], paid) < max(bound, 1e-5)
 
 
 @pytest.mark.parametrize("key, bound", [("int8", 5e-3), ("int4", 2e-2)])

@@ -65,8 +65,8 @@ class AttendArgs(Structure):
         ("store", KernelStore), ("q", Dense), ("k", Dense), ("v", Dense), ("latent", c_bool),
         *((name, c_int64) for name in ("query_heads", "Tq", "T")), ("real", c_void_p), ("seals", c_void_p),
         *((name, c_int64) for name in ("n_seals", "seen", "window")), ("scale", c_float), ("softcap", c_float),
-        ("s_aux", c_void_p), ("out", Dense), ("lse", c_void_p), ("mass", c_void_p), ("mass_width", c_int64),
-        ("mass_lse", c_void_p), ("exec", c_void_p),
+        ("s_aux", c_void_p), ("out", Dense), ("lse", c_void_p), ("accumulated", c_void_p),
+        ("accumulated_width", c_int64), ("given_lse", c_void_p), ("exec", c_void_p),
     ]  # fmt: skip
 
 
@@ -256,17 +256,16 @@ class Twin:
                   c_void_p(out.tensor.data_ptr()), uses=(arena, table, rows, slots, out.tensor))  # fmt: skip
         return out.check()
 
-    def accumulate_attention(self, q, k, v, arena, table, rows, slots, mask, lse, seals, seen, page_size, sinks,
-                             window, scale, softcap, mass_width):  # fmt: skip
+    def accumulate_attention(self, q, k, v, arena, table, rows, slots, mask, lse, seals, *numbers):
         there = self._there(q, k, v, arena, table, rows, slots, mask, torch.empty(0), seals)
-        mass = self.record(*there, seen, page_size, sinks, window, scale, softcap, mass_width, lse=lse.to(DEVICE))()[2]
+        accumulated = self.record(*there, *numbers, lse=lse.to(DEVICE))()[2]
         arena.copy_(there[3])
-        return mass
+        return accumulated
 
     def attend(self, q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale,
-               softcap, mass_width=0, formats=0):  # fmt: skip
+               softcap, attention_width=0, formats=0):  # fmt: skip
         there = self._there(q, k, v, arena, table, rows, slots, mask, s_aux, seals)
-        run = self.record(*there, seen, page_size, sinks, window, scale, softcap, mass_width, formats)
+        run = self.record(*there, seen, page_size, sinks, window, scale, softcap, attention_width, formats)
         result = run()
         arena.copy_(there[3])
         return result
@@ -280,7 +279,7 @@ class Twin:
             self.counters = kept
 
     def record(self, q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale,
-               softcap, mass_width=0, formats=0, lse=None):  # fmt: skip
+               softcap, attention_width=0, formats=0, lse=None):  # fmt: skip
         """A call as captured in a CUDA graph, on tensors of the device: () -> (out, lse, accumulated attention). Every
         run finds all inputs and outputs at the same addresses."""
         B, Hq, Tq, _ = q.shape
@@ -288,13 +287,13 @@ class Twin:
         H, T, Dv = k.shape[1], k.shape[2], v.shape[3]
         latent = q.shape[3] != k.shape[3]
         out, own_lse = Guarded((B, Tq, Hq, k.shape[3] if latent else Dv), q.dtype), Guarded((B, Hq, Tq), torch.float32)
-        mass = Guarded((B, H, mass_width), torch.float32)
+        accumulated = Guarded((B, H, attention_width), torch.float32)
         a = AttendArgs(
             _store(arena, table, rows, slots, H, k.shape[3], Dv, page_size, sinks), _dense(q), _dense(k), _dense(v),
             latent, Hq, Tq, T, _pointer(mask), _pointer(seals), seals.shape[0], 0 if at is not None else seen, window,
             scale, softcap, _pointer(s_aux),
-            _dense(out.tensor.transpose(1, 2)), own_lse.tensor.data_ptr(), _pointer(mass.tensor), mass_width,
-            _pointer(lse), None,
+            _dense(out.tensor.transpose(1, 2)), own_lse.tensor.data_ptr(), _pointer(accumulated.tensor),
+            attention_width, _pointer(lse), None,
         )  # fmt: skip
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         counters = self.counters
@@ -308,12 +307,12 @@ class Twin:
             assert kept
             flags.zero_()
             self._prepare()
-            self.memory = _spans((*kept, *(x.tensor for x in (out, own_lse, mass, room)), flags, counters))
+            self.memory = _spans((*kept, *(x.tensor for x in (out, own_lse, accumulated, room)), flags, counters))
             assert library().kvc_cuda_attend(byref(a), byref(on)) == 0
             self.flags = int(flags)
             room.check()
             assert not counters.any()
-            return tuple(x.check().clone() for x in (out, own_lse, mass))
+            return tuple(x.check().clone() for x in (out, own_lse, accumulated))
 
         return run
 

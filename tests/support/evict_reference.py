@@ -34,7 +34,7 @@ class Row:
         self.H, self.G, self.rule, self.limit, self.slack = H, G, rule, limit, slack
         self.K = self.V = self.Q = None
         self.n, self.kept = 0, [[] for _ in range(H)]
-        self.mass = torch.zeros(H, 0, dtype=torch.float64)
+        self.accumulated = torch.zeros(H, 0, dtype=torch.float64)
         self.ema = torch.zeros(H, 0, dtype=torch.float64)
         self.decay = 0.99
 
@@ -63,7 +63,7 @@ class Row:
         p = self.weights(T)
         out = (p @ self.V[:, None]).reshape(self.H * self.G, T, -1)
         paid, new = p.sum((1, 2)), torch.zeros(self.H, T, dtype=torch.float64)
-        self.mass = torch.cat([self.mass, new], 1) + paid
+        self.accumulated = torch.cat([self.accumulated, new], 1) + paid
         self.ema = torch.cat([self.ema * self.decay**T, new], 1) + paid
         if sum(map(len, self.kept)) >= self.H * (self.limit(self) + self.slack):
             self.kept = [sorted(kept) for kept in self.rule(self)]
@@ -89,7 +89,7 @@ def h2o(budget, sinks=4, kind="mean", shared=False, recent=None):
             (min(tokens // 2, tokens - sinks) if isinstance(budget, int) else tokens // 2) if recent is None else recent
         )
         age = row.n - torch.arange(row.n, dtype=torch.float64)
-        score = {"sum": row.mass, "mean": row.mass / age, "ema": row.ema}[kind]
+        score = {"sum": row.accumulated, "mean": row.accumulated / age, "ema": row.ema}[kind]
         return best(row, score, tokens, sinks, near, shared)
 
     return rule
@@ -106,12 +106,12 @@ def tova(budget):
 def snapkv(budget, window, kernel, sinks=4):
     def rule(row):
         score = torch.zeros(row.H, row.n, dtype=torch.float64)
-        mass = row.weights(window).sum((1, 2))
+        received = row.weights(window).sum((1, 2))
         for h, kept in enumerate(row.kept):
             prefix = [i for i in sorted(kept) if i < row.n - window]
             for j, i in enumerate(prefix):
                 around = prefix[max(0, j - kernel // 2) : j + kernel // 2 + 1]
-                score[h, i] = sum(mass[h, a] for a in around) / kernel
+                score[h, i] = sum(received[h, a] for a in around) / kernel
         return best(row, score, budget, sinks, window)
 
     return rule
@@ -136,10 +136,10 @@ def keydiff(budget, sinks=4):
 def rkv(budget, window, kernel, weight, similar):
     def rule(row):
         score = torch.zeros(row.H, row.n, dtype=torch.float64)
-        mass = row.weights(window).sum((1, 2))
+        received = row.weights(window).sum((1, 2))
         for h, kept in enumerate(row.kept):
             kept = sorted(kept)
-            paid = [0.0 if i >= row.n - window else float(mass[h, i]) for i in kept]
+            paid = [0.0 if i >= row.n - window else float(received[h, i]) for i in kept]
             near = torch.tensor(
                 [max(paid[max(0, j - kernel // 2) : j + kernel // 2 + 1]) for j in range(len(kept))],
                 dtype=torch.float64,

@@ -56,7 +56,7 @@ class Model:
         self.real = torch.ones(rows, 0, dtype=torch.bool)
         self.k = [torch.zeros(rows, spec.H, 0, spec.Dk, dtype=torch.float64) for _ in range(layers)]
         self.v = [torch.zeros(rows, spec.H, 0, spec.Dv, dtype=torch.float64) for _ in range(layers)]
-        self.mass = [torch.zeros(rows, spec.H, 0, dtype=torch.float64) for _ in range(layers)]
+        self.accumulated = [torch.zeros(rows, spec.H, 0, dtype=torch.float64) for _ in range(layers)]
         self.kept: list[list[list[set[int]]]] = [
             [[set() for _ in range(spec.H)] for _ in range(rows)] for _ in range(layers)
         ]
@@ -214,7 +214,9 @@ class Model:
                 bound = HALF[spec.dtype] + (OUT[min(bits)] if bits else 0)
                 error = float((got - want).norm() / want.norm())
                 assert error <= bound, f"layer {layer}, row {b}, head {h}: attention off by {error:.3g}"
-        self.mass[layer] = torch.nn.functional.pad(self.mass[layer], (0, self.seen - self.mass[layer].shape[2])) + paid
+        self.accumulated[layer] = (
+            torch.nn.functional.pad(self.accumulated[layer], (0, self.seen - self.accumulated[layer].shape[2])) + paid
+        )
 
     def end(self, cache: Any) -> None:
         """The end of a pass, after evictions."""
@@ -271,7 +273,7 @@ class Model:
             length = self.k[layer][b, h].norm(dim=-1)
             assert max(float(length[i]) for i in stay) <= (1 + wide) * min(float(length[i]) for i in go)
         else:
-            score = {i: float(self.mass[layer][b, h, i]) / (n - positions[i]) for i in stay | go}
+            score = {i: float(self.accumulated[layer][b, h, i]) / (n - positions[i]) for i in stay | go}
             assert min(score[i] for i in stay) * (1 + wide) >= max(score[i] for i in go)
 
     # ------------------------------------------------------------------ changes
@@ -282,21 +284,21 @@ class Model:
         self.real = torch.ones(self.rows, n, dtype=torch.bool)
         for layer, (k, v) in enumerate(pairs):
             self.k[layer], self.v[layer] = k.double(), v.double()
-            self.mass[layer] = torch.zeros(self.rows, self.spec.H, n, dtype=torch.float64)
+            self.accumulated[layer] = torch.zeros(self.rows, self.spec.H, n, dtype=torch.float64)
             self.kept[layer] = [[set(range(n)) for _ in range(self.spec.H)] for _ in range(self.rows)]
         self.base = n
 
     def crop(self, change: int) -> None:
         seen = self.seen + change
         self.real = self.real[:, :seen]
-        for parts in (self.k, self.v, self.mass):
+        for parts in (self.k, self.v, self.accumulated):
             parts[:] = [x[:, :, :seen] for x in parts]
         self.kept = [[[{i for i in s if i < seen} for s in row] for row in layer] for layer in self.kept]
         self.base = seen
 
     def select(self, index: list[int]) -> None:
         self.real = self.real[index]
-        for parts in (self.k, self.v, self.mass):
+        for parts in (self.k, self.v, self.accumulated):
             parts[:] = [x[index] for x in parts]
         self.kept = [[[set(s) for s in layer[b]] for b in index] for layer in self.kept]
         self.gone = [self.gone[b] for b in index]

@@ -66,7 +66,7 @@ def layer(folder: Path) -> None:
             raise AssertionError(text)
 
 
-def mass(folder: Path) -> None:
+def accumulated(folder: Path) -> None:
     """The accumulated attention of each rank's tokens equals that on one process."""
     one, ours = PagedKV(2, 32, key="raw", batch=2, **OPTIONS), ShardedKV(2, 32, key="raw", batch=2, **OPTIONS)
     for q, k, v, mask in calls():

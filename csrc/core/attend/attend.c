@@ -129,7 +129,7 @@ static void join_rows(driver *d, const kvc_work *w, int64_t r0, int64_t r1)
 static void begin_item(kvc_work *w, int64_t item)
 {
     kvc_work_begin(w, item);
-    if (w->at.job->call->a->mass) kvc_kept_at(w, w->at.group);
+    if (w->at.job->call->a->accumulated) kvc_kept_at(w, w->at.group);
     for (int space = KVC_PLAIN; space < KVC_SPACES; space++) w->summed[space] = false;
 }
 
@@ -155,7 +155,7 @@ static void end_item(driver *d, kvc_work *w, int64_t item)
     } else {
         for (int64_t r = 0; r < w->rows; r++) write_out(w, r, w->o[KVC_PLAIN] + r * Dv, w->m[r], w->l[r]);
     }
-    if (w->kept.m) kvc_mass_of(w);
+    if (w->kept.m) kvc_accumulate(w);
 }
 
 static kvc_status attend_some(driver *d, int64_t share)
@@ -219,7 +219,7 @@ static int64_t heads_together(const kvc_job *job)
     if (job->blocks > 1 || !kvc_view_at(&p, p.columns / 2, &v)) return 1;
     /* With accumulated attention, weights are buffered per head; fp32 weights need too much memory for interleaving to
      * pay off. */
-    if (job->call->a->mass && (job->runs == 1 || kvc_format_is_raw(v.key))) return 1;
+    if (job->call->a->accumulated && (job->runs == 1 || kvc_format_is_raw(v.key))) return 1;
     if (v.layout.bytes < kvc_max(TOGETHER_BYTES, TOGETHER_ROW_BYTES * rows)) return 1;
     while (s->heads % n) n--;
     return n;
@@ -243,9 +243,9 @@ static kvc_status attend(kvc_call *call)
     }
     int64_t many = kvc_max(1, rows / BLOCK_ROWS); /* partial results grow with the number of rows, so use longer runs */
     job->runs = kvc_max(1, kvc_min(RUNS / blocks, job->columns / (RUN_COLUMNS * many)));
-    kvc_status status = a->mass ? kvc_mass_begin(job) : KVC_OK;
+    kvc_status status = a->accumulated ? kvc_accumulated_begin(job) : KVC_OK;
     if (status == KVC_OK && job->runs > 1) {
-        bool together = !a->mass && blocks * job->runs * part_floats(job) >= JOIN_FLOATS;
+        bool together = !a->accumulated && blocks * job->runs * part_floats(job) >= JOIN_FLOATS;
         status = kvc_scratch(blocks * job->runs * part_floats(job), sizeof(float), &d.partial);
         if (status == KVC_OK && !together) status = kvc_scratch(blocks, sizeof *d.left, &d.left);
         for (int64_t i = 0; status == KVC_OK && d.left && i < blocks; i++) atomic_init(&d.left[i], (int)job->runs);
@@ -262,7 +262,7 @@ static kvc_status attend(kvc_call *call)
         int64_t joins = blocks * kvc_ceil_div(rows, JOIN_ROWS);
         if (status == KVC_OK && d.partial && !d.left) kvc_run(&a->exec, joins, joins * WORTH_THREADS, join_items, &d);
     }
-    if (a->mass) kvc_mass_end(job);
+    if (a->accumulated) kvc_accumulated_end(job);
     kvc_scratch_free(d.partial);
     kvc_scratch_free(d.left);
     return status;

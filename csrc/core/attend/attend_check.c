@@ -93,9 +93,9 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
     KVC_CHECK(used <= s->columns, KVC_E_VALUE,
               "attend: table: expected room for %lld tokens in sequence %lld, got %lld columns; plan the append first",
               (long long)end, (long long)b, (long long)s->columns);
-    KVC_CHECK(!a->mass || end <= a->mass_width, KVC_E_VALUE,
+    KVC_CHECK(!a->accumulated || end <= a->accumulated_width, KVC_E_VALUE,
               "attend: attention: expected a width of at least %lld tokens (sequence %lld), got %lld", (long long)end,
-              (long long)b, (long long)a->mass_width);
+              (long long)b, (long long)a->accumulated_width);
     int64_t known = KVC_NONE; /* formats that have already passed */
     for (int64_t c = s->sinks ? 0 : 1; c < used; c++) {
         int64_t entry = s->table[r * s->columns + c], first = kvc_column_first(c, s->sinks, s->page_size);

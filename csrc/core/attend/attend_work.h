@@ -22,11 +22,11 @@ typedef struct kvc_job {
     int64_t items;
     int64_t together;   /* number of heads whose items are interleaved (attend_order.c) */
     atomic_llong *next; /* number of items claimed so far */
-    /* Accumulated attention (see attend_mass.c): buffers of all blocks if there are several runs, and
+    /* Accumulated attention (see attend_accumulated.c): buffers of all blocks if there are several runs, and
      * sums over blocks. */
     kvc_kept kept;
     int64_t kept_width;
-    atomic_llong *total; /* [B, H, mass_width] in fixed point; NULL for a single block */
+    atomic_llong *total; /* [B, H, accumulated_width] in fixed point; NULL for a single block */
 } kvc_job;
 
 /* An item: its sequence, head, block of queries and run of columns. */
@@ -142,10 +142,10 @@ static inline const kvc_panel_kernels *kvc_panel_kernels_of(const kvc_work *w)
 /* Updates o, m, l of all rows of the block with a page. ahead: see kvc_ahead_next. */
 void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead);
 
-/* attend_mass.c: buffers for accumulated attention: of a call, of a worker, of the item in block `group`; kvc_kept_of:
- * of a row and column. */
-kvc_status kvc_mass_begin(kvc_job *job);
-void kvc_mass_end(kvc_job *job);
+/* attend_accumulated.c: buffers for accumulated attention: of a call, of a worker, of the item in block `group`;
+ * kvc_kept_of: of a row and column. */
+kvc_status kvc_accumulated_begin(kvc_job *job);
+void kvc_accumulated_end(kvc_job *job);
 kvc_status kvc_kept_begin(kvc_work *w);
 void kvc_kept_end(kvc_work *w);
 void kvc_kept_at(kvc_work *w, int64_t group);
@@ -158,7 +158,7 @@ static inline kvc_kept kvc_kept_of(const kvc_work *w, int64_t c, int64_t row)
 {
     return kvc_kept_from(&w->kept, c * kvc_block_rows(w->at.job) + row, w->at.job->kept_width);
 }
-/* Adds the item's weights to a->mass. Requires lse. */
-void kvc_mass_of(kvc_work *w);
+/* Adds the item's weights to a->accumulated. Requires lse. */
+void kvc_accumulate(kvc_work *w);
 
 #endif

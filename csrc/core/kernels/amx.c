@@ -5,7 +5,7 @@
 #include "amx.h"
 
 #include "avx512.h"
-#include "mass.h"
+#include "accumulated.h"
 
 #ifndef KVC_AMX_MODEL
 #include <cpuid.h>

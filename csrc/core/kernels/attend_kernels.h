@@ -54,7 +54,7 @@ kvc_affine_fn kvc_avx2_affine, kvc_avxvnni_affine, kvc_avx512_affine;
 kvc_qk_affine_fn kvc_avx2_qk_affine, kvc_avxvnni_qk_affine, kvc_avx512_qk_affine;
 kvc_pv_affine_fn kvc_avx2_pv_affine, kvc_avxvnni_pv_affine, kvc_avx512_pv_affine;
 extern const kvc_panel_kernels kvc_avx512_panel;
-/* Shared by all AVX-512 levels. Include after mass.h. */
+/* Shared by all AVX-512 levels. Include after accumulated.h. */
 #define KVC_AVX512_TABLE                                                                                               \
     .encode = kvc_avx512_encode, .rotate = kvc_avx512_rotate, .limbs = kvc_avx512_limbs,                               \
     .softmax = kvc_avx512_softmax, .factors = kvc_avx512_factors, .keep = kvc_keep, .sum_rows = kvc_sum_rows,          \

@@ -4,7 +4,7 @@
 KVC_TARGET("avx2,fma,f16c")
 #include "avx2_scores.h"
 #include "levels.h"
-#include "mass.h"
+#include "accumulated.h"
 
 #include <float.h>
 

@@ -5,7 +5,7 @@ KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include "base/floats.h"
 #include "avx512.h"
 #include "levels.h"
-#include "mass.h"
+#include "accumulated.h"
 
 #include <float.h>
 #include <math.h>

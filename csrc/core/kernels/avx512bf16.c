@@ -5,7 +5,7 @@
 KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
 #include "avx512.h"
 #include "levels.h"
-#include "mass.h"
+#include "accumulated.h"
 
 /* The first part is truncated, not rounded, so that it cannot overflow. */
 bool kvc_avx512bf16_halves(const kvc_query_form *form, int64_t rows, int64_t dim)

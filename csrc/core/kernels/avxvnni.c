@@ -15,7 +15,7 @@ KVC_TARGET("avx2,fma,f16c")
 
 #include "avxvnni_ints.h"
 
-#include "mass.h"
+#include "accumulated.h"
 
 /* ---------------------------------------------------------------- K: NT tiles */
 

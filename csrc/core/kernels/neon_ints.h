@@ -14,7 +14,7 @@
 
 #include "lanes_neon.h"
 #include "levels.h"
-#include "mass.h"
+#include "accumulated.h"
 #include "neon.h"
 
 /* Plane p of the codes in the 16 bytes at `at` of a tile, one per byte: value_plane for values(),

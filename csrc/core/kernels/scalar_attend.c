@@ -7,7 +7,7 @@
 #include "page.h"
 #include "attend_kernels.h"
 #include "levels.h"
-#include "mass.h"
+#include "accumulated.h"
 
 #include <float.h>
 #include <math.h>

@@ -64,7 +64,7 @@ def _decode(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def _chunks(cells: Iterable[dict[str, Any]]) -> dict[str, float]:
     """{format: ms} for 512 new tokens after 4,096."""
     (cell,) = (c for c in cells if c["what"] == "chunk")
-    return {row["name"]: row["ms"] for row in cell["rows"] if row["T"] == 512 and "mass" not in row["name"]}
+    return {row["name"]: row["ms"] for row in cell["rows"] if row["T"] == 512 and "accumulated" not in row["name"]}
 
 
 def _drafts(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-/* mass.h - storing the softmax weights of a page, and summing them over rows, for accumulated attention. Compiled by
- * every level after its target and shared headers. Cost per register of weights: a conversion and a store; later a
- * conversion and a multiply-add. */
-#ifndef KVC_MASS_H
-#define KVC_MASS_H
+/* accumulated.h - storing the softmax weights of a page, and summing them over rows, for accumulated attention.
+ * Compiled by every level after its target and shared headers. Cost per register of weights: a conversion and a store;
+ * later a conversion and a multiply-add. */
+#ifndef KVC_ACCUMULATED_H
+#define KVC_ACCUMULATED_H
 
 #include "base/dispatch.h"
 #include "base/floats.h"
@@ -99,7 +99,7 @@ static void kvc_keep(const float *p, int64_t ld, int64_t rows, int64_t n16, uint
         for (int64_t t = 0; t < n16; t += KVC_TILE) kvc_some_keep(p + r * ld + t, to + r * to_ld + t);
 }
 
-static void kvc_mass_halves(const uint16_t *p, int64_t ld, int64_t rows, int64_t n16, const float *factor, float *to)
+static void kvc_sum_halves(const uint16_t *p, int64_t ld, int64_t rows, int64_t n16, const float *factor, float *to)
 {
     for (int64_t t = 0; t < n16; t += KVC_TILE) {
         kvc_some sum = {0};
@@ -109,8 +109,8 @@ static void kvc_mass_halves(const uint16_t *p, int64_t ld, int64_t rows, int64_t
 }
 
 /* Four rows at a time, so that the sum stays in a register. */
-static void kvc_mass_floats(const float *p, int64_t ld, int64_t rows, int64_t n16, const float *factor,
-                            float *restrict to)
+static void kvc_sum_floats(const float *p, int64_t ld, int64_t rows, int64_t n16, const float *factor,
+                           float *restrict to)
 {
     int64_t r = 0;
     for (int64_t t = 0; t < n16; t++) to[t] = 0;
@@ -127,9 +127,9 @@ static void kvc_sum_rows(const void *p, bool half, int64_t ld, int64_t rows, int
                          float *to)
 {
     if (half)
-        kvc_mass_halves(p, ld, rows, n16, factor, to);
+        kvc_sum_halves(p, ld, rows, n16, factor, to);
     else
-        kvc_mass_floats(p, ld, rows, n16, factor, to);
+        kvc_sum_floats(p, ld, rows, n16, factor, to);
 }
 
 #endif

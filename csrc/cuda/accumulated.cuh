@@ -1,17 +1,17 @@
-/* mass.cuh - accumulated attention (H2O): for each token, the sum of exp(score - lse) over the call's queries and the
- * group. For up to 32 rows per KV head it is computed from the weights that attention stored (kept.cuh), otherwise by a
- * second pass over K, which is exact and needs no weight matrix. A block processes (sequence and KV head, run of
- * columns) and all rows, 8 at a time in the second pass. Tokens are partitioned over warps, so sums need no atomics.
- * The output is zeroed before.
+/* accumulated.cuh - accumulated attention (H2O): for each token, the sum of exp(score - lse) over the call's queries
+ * and the group. For up to 32 rows per KV head it is computed from the weights that attention stored (kept.cuh),
+ * otherwise by a second pass over K, which is exact and needs no weight matrix. A block processes (sequence and KV head,
+ * run of columns) and all rows, 8 at a time in the second pass. Tokens are partitioned over warps, so sums need no
+ * atomics. The output is zeroed before.
  *
  * Cost of the second pass: K's part of the pages is read again, and half of the arithmetic of attention. */
-#ifndef KVC_MASS_CUH
-#define KVC_MASS_CUH
+#ifndef KVC_ACCUMULATED_CUH
+#define KVC_ACCUMULATED_CUH
 
 #include "attend.cuh"
 
 /* Blocks per (sequence, head). */
-KVC_INLINE int64_t kvc_mass_parts(const kvc_call *call)
+KVC_INLINE int64_t kvc_accumulated_parts(const kvc_call *call)
 {
     int64_t parts = (call->a.store.columns + call->own_columns) / KVC_WARPS;
     return parts < 1 ? 1 : parts > 64 ? 64 : parts;
@@ -23,7 +23,7 @@ KVC_DEVICE float kvc_row_lse(const kvc_call *call, int64_t b, int64_t h, int64_t
     const kvc_attend_args *a = &call->a;
     int64_t t = r / call->group, hq = h * call->group + r % call->group;
     if (r >= a->Tq * call->group || (a->real && a->Tq == a->T && !a->real[b * a->T + t])) return NAN;
-    return (a->mass_lse ? a->mass_lse : a->lse)[(b * a->query_heads + hq) * a->Tq + t];
+    return (a->given_lse ? a->given_lse : a->lse)[(b * a->query_heads + hq) * a->Tq + t];
 }
 
 /* From stored weights, for any pages. */
@@ -31,37 +31,38 @@ KVC_DEVICE void kvc_kept_block(const kvc_call *call)
 {
     const kvc_store *st = &call->a.store;
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
-    int64_t parts = kvc_mass_parts(call), bh = kvc_block_x() / parts, b = bh / st->heads, h = bh % st->heads;
+    int64_t parts = kvc_accumulated_parts(call), bh = kvc_block_x() / parts, b = bh / st->heads, h = bh % st->heads;
     int64_t part = kvc_block_x() % parts, step = parts * KVC_WARPS;
     kvc_row_shared(call, b, h, &room->row);
     const kvc_row *row = &room->row;
-    float *mass = call->a.mass + bh * call->a.mass_width, lse = kvc_row_lse(call, b, h, kvc_lane());
+    float *accumulated = call->a.accumulated + bh * call->a.accumulated_width;
+    float lse = kvc_row_lse(call, b, h, kvc_lane());
     int64_t columns = kvc_row_columns(call, row);
     for (int64_t c = part * KVC_WARPS + kvc_warp(); c < columns; c += step) {
         kvc_view v = kvc_view_at(call, row, h, c);
         kvc_kept kept = kvc_kept_at(call, b, h, c);
         for (int block = 0; block * KVC_BLOCK < v.n; block++) {
-            float sum = kvc_kept_mass(call, &kept, block, lse);
+            float sum = kvc_kept_sum(call, &kept, block, lse);
             int64_t in = block * KVC_BLOCK + kvc_lane(), i = v.first + in;
-            if (in < v.n && i < call->a.mass_width) mass[i] = sum;
+            if (in < v.n && i < call->a.accumulated_width) accumulated[i] = sum;
         }
     }
 }
 
 /* Columns are assigned round-robin: warp w of block p takes p * 4 + w and every (parts * 4)-th after. */
-KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const int dims)
+KVC_DEVICE void kvc_accumulate_block(const kvc_call *call, const uint32_t kinds, const int dims)
 {
     bool staged = call->kinds & kinds & 1u << KVC_KIND_STAGED;
     const kvc_attend_args *a = &call->a;
     const kvc_store *st = &a->store;
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
-    int64_t parts = kvc_mass_parts(call), bh = kvc_block_x() / parts, b = bh / st->heads, h = bh % st->heads;
+    int64_t parts = kvc_accumulated_parts(call), bh = kvc_block_x() / parts, b = bh / st->heads, h = bh % st->heads;
     int64_t part = kvc_block_x() % parts, rows = a->Tq * call->group, step = parts * KVC_WARPS;
     int warp = kvc_warp(), lane = kvc_lane(), u = lane >> 4, c4 = 4 * (lane >> 2 & 3);
     kvc_row_shared(call, b, h, &room->row);
     const kvc_row *row = &room->row;
     int64_t columns = kvc_row_columns(call, row);
-    float *mass = a->mass + bh * a->mass_width;
+    float *accumulated = a->accumulated + bh * a->accumulated_width;
     kvc_query *q = kvc_group_query(call, 0);
     kvc_stage *stage = NULL;
     if (staged) stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, 1) + warp * kvc_stage_bytes(dims));
@@ -96,14 +97,14 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
                     sum[e] += kvc_shuffle_xor_f(sum[e], 1);
                     sum[e] += kvc_shuffle_xor_f(sum[e], 2);
                     int64_t in = block * KVC_BLOCK + 16 * u + c4 + e, i = at.first + in;
-                    if ((lane & 3) == e && in < at.n && i < a->mass_width) mass[i] += sum[e];
+                    if ((lane & 3) == e && in < at.n && i < a->accumulated_width) accumulated[i] += sum[e];
                 }
             }
         }
     }
 }
 
-#define KVC_MASS_KERNEL(name, kinds, dims)                                                                             \
-    KVC_KERNEL(kvc_mass_##name##_##dims, kvc_call, 32 * KVC_WARPS, 2) { kvc_mass_block(&a, kinds, dims); }
+#define KVC_ACCUMULATE_KERNEL(name, kinds, dims)                                                                       \
+    KVC_KERNEL(kvc_accumulate_##name##_##dims, kvc_call, 32 * KVC_WARPS, 2) { kvc_accumulate_block(&a, kinds, dims); }
 
 #endif

@@ -1,5 +1,5 @@
-/* attend_mass.c - accumulated attention (H2O): for each token, the sum of exp(s - lse) over the call's queries and the
- * group. The result is exact, and no full weight matrix is stored. A block of queries keeps its softmax weights
+/* attend_accumulated.c - accumulated attention (H2O): for each token, the sum of exp(s - lse) over the call's queries
+ * and the group. The result is exact, and no full weight matrix is stored. A block of queries keeps its softmax weights
  * relative to the running maximum m (fp32 if K is raw, otherwise fp16) and rescales them once lse is known. Blocks of
  * one head are summed in fixed point, so the order does not matter.
  *
@@ -31,7 +31,7 @@ static void give_room(kvc_kept *room)
     kvc_scratch_free(room->m);
 }
 
-kvc_status kvc_mass_begin(kvc_job *job)
+kvc_status kvc_accumulated_begin(kvc_job *job)
 {
     const kvc_attend_args *a = job->call->a;
     const kvc_store *s = &a->store;
@@ -39,16 +39,16 @@ kvc_status kvc_mass_begin(kvc_job *job)
     job->kept_width = kvc_max(s->page_size, kvc_sink_tokens(s->sinks));
     if (job->runs > 1) KVC_TRY(take_room(job, heads * job->blocks, &job->kept));
     if (job->blocks == 1) return KVC_OK;
-    KVC_TRY(kvc_scratch(heads * a->mass_width, sizeof *job->total, &job->total));
-    for (int64_t i = 0; i < heads * a->mass_width; i++) atomic_init(&job->total[i], 0);
+    KVC_TRY(kvc_scratch(heads * a->accumulated_width, sizeof *job->total, &job->total));
+    for (int64_t i = 0; i < heads * a->accumulated_width; i++) atomic_init(&job->total[i], 0);
     return KVC_OK;
 }
 
-void kvc_mass_end(kvc_job *job)
+void kvc_accumulated_end(kvc_job *job)
 {
     const kvc_attend_args *a = job->call->a;
-    for (int64_t i = 0; job->total && i < a->store.batch * a->store.heads * a->mass_width; i++)
-        a->mass[i] = (float)((double)atomic_load_explicit(&job->total[i], memory_order_relaxed) * UNIT);
+    for (int64_t i = 0; job->total && i < a->store.batch * a->store.heads * a->accumulated_width; i++)
+        a->accumulated[i] = (float)((double)atomic_load_explicit(&job->total[i], memory_order_relaxed) * UNIT);
     kvc_scratch_free(job->total);
     give_room(&job->kept);
 }
@@ -56,7 +56,7 @@ void kvc_mass_end(kvc_job *job)
 kvc_status kvc_kept_begin(kvc_work *w)
 {
     const kvc_job *job = w->at.job;
-    return job->call->a->mass && job->runs == 1 ? take_room(job, 1, &w->kept) : KVC_OK;
+    return job->call->a->accumulated && job->runs == 1 ? take_room(job, 1, &w->kept) : KVC_OK;
 }
 
 void kvc_kept_end(kvc_work *w)
@@ -80,7 +80,7 @@ static float lse_of(const kvc_work *w, int64_t r)
 {
     const kvc_attend_args *a = w->at.job->call->a;
     int64_t G = w->at.job->group, hq = w->at.h * G + r % G;
-    const float *given = a->mass_lse;
+    const float *given = a->given_lse;
     if (!given && a->real && a->Tq == a->T && !a->real[w->at.b * a->T + w->at.t0 + r / G]) return INFINITY;
     float lse = (given ? given : a->lse)[(w->at.b * a->query_heads + hq) * a->Tq + w->at.t0 + r / G];
     return isfinite(lse) ? lse : INFINITY;
@@ -90,14 +90,14 @@ static float lse_of(const kvc_work *w, int64_t r)
 static void put(const kvc_work *w, int64_t first, int64_t n, const float *sum)
 {
     const kvc_attend_args *a = w->at.job->call->a;
-    int64_t at = (w->at.b * a->store.heads + w->at.h) * a->mass_width + first;
+    int64_t at = (w->at.b * a->store.heads + w->at.h) * a->accumulated_width + first;
     if (w->at.job->total)
         for (int64_t t = 0; sum && t < n; t++)
             atomic_fetch_add_explicit(&w->at.job->total[at + t], llrint((double)sum[t] / UNIT), memory_order_relaxed);
     else if (sum)
-        memcpy(a->mass + at, sum, (size_t)n * sizeof *sum);
+        memcpy(a->accumulated + at, sum, (size_t)n * sizeof *sum);
     else
-        memset(a->mass + at, 0, (size_t)n * sizeof *sum);
+        memset(a->accumulated + at, 0, (size_t)n * sizeof *sum);
 }
 
 /* Replaces each m by the factor that rescales weights relative to it. */
@@ -121,7 +121,7 @@ static void forget_row(const kvc_kept *kept, bool half, int64_t at, int64_t n)
         memset(kept->exact + at, 0, (size_t)n * sizeof *kept->exact);
 }
 
-void kvc_mass_of(kvc_work *w)
+void kvc_accumulate(kvc_work *w)
 {
     const kvc_job *job = w->at.job;
     int64_t end = 0, width = job->kept_width;
@@ -143,5 +143,5 @@ void kvc_mass_of(kvc_work *w)
         put(w, v.first, v.n, from < to ? sum : NULL);
         end = v.first + v.n;
     }
-    put(w, end, job->call->a->mass_width - end, NULL);
+    put(w, end, job->call->a->accumulated_width - end, NULL);
 }
