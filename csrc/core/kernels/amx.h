@@ -1,6 +1,6 @@
 /* amx.h - the tile registers of AMX: 8 tiles of 16 rows of 64 bytes, in the same configuration for all kernels. A
- * product adds to 16 x 16 sums: A [16 rows][64 bytes], B [16 words][16 lanes]; a word has 4 bytes (or 2 bf16), which are
- * multiplied by 4 (2) of a row of A. A K tile of 64 bytes per token, and 16 words of V of 16 dims, are such a B as
+ * product adds to 16 x 16 sums: A [16 rows][64 bytes], B [16 words][16 lanes]; a word has 4 bytes (or 2 bf16), which
+ * are multiplied by 4 (2) of a row of A. A K tile of 64 bytes per token, and 16 words of V of 16 dims, are such a B as
  * stored in pages.
  *
  * q and the weights are split into two parts (two limbs, or bf16 and its remainder). These are two matrices A, and the
