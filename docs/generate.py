@@ -1,5 +1,5 @@
-"""Writes docs/formats.md from the format table and from what benchmarks/formats.py and lengths.py measured, and
-docs/speculation.md, docs/speed.md, docs/plan.md, docs/faq.md; docs/cuda-speed.png if a GPU was measured; and
+"""Writes docs/formats.md from the format table and the results of benchmarks/formats.py and lengths.py, and
+docs/speculation.md, docs/speed.md, docs/plan.md, docs/faq.md; docs/cuda-speed.png if there are results of a GPU; and
 kvcompress/tools/plan/measured.json."""
 
 import itertools
@@ -108,15 +108,15 @@ def table(head: list[str], lines: list[list[str]]) -> str:
 
 
 def measured(found: dict) -> str:
-    """A table a model: quality as it is, and with outliers in K."""
+    """A table per model: quality without and with outliers in K."""
     about, parts = found["about"], []
     windows = " or ".join(map(str, sorted({r["windows"] for r in found["rows"]})))
     parts.append(
         f"## Measured\n`make formats`: toy models ([what they are](benchmarks.md)), {windows} windows each of "
         f"WikiText-2 test and a book, {about['context']:,} tokens compressed, {about['scored']} scored after them "
-        "through the cache. KL in nats a token with 95% intervals; *held* counts all that the cache holds after the "
-        "context (raw pages in fp32 weigh much in a short one), *sealed* the quantized part; *outliers*: RoPE pairs of "
-        "K scaled by 8, of Q by 1/8. Rows `fake:` are analysis only: values rounded, nothing smaller.\n"
+        "with the cache. KL in nats per token with 95% intervals. *held* counts everything in the cache after the "
+        "context (raw fp32 pages are a large part of a short one), *sealed* only the quantized part. *outliers*: RoPE "
+        "pairs of K scaled by 8, of Q by 1/8. Rows `fake:` are analysis only: values are rounded but not packed.\n"
     )
     for model, what in MODELS.items():
         rows = {(r["strategy"], r["outliers"]): r for r in found["rows"] if r["model"] == model}
@@ -150,7 +150,7 @@ FORMAT_OF = {4: "int4_lloyd", 3: "int3"}
 
 
 def shares(found: dict) -> str:
-    """KL of formats over that of others, and what was aimed at."""
+    """Ratios of KL between formats, with targets."""
     rows = {(r["model"], r["outliers"], r["strategy"]): r for r in found["rows"]}
     lines = []
     for name, other, aim in AIMS:
@@ -166,18 +166,17 @@ def shares(found: dict) -> str:
             lines.append([f"`{of}` / `{by}`", f"{bits[0]:.2f} / {bits[1]:.2f}", *cells, f"{aim:g}"])
     if not lines:
         return ""
-    head = ["KL over KL", "bits", *(f"{model}{x}" for model in MODELS for x in ("", ", outliers")), "aim"]
+    head = ["ratio of KL", "bits", *(f"{model}{x}" for model in MODELS for x in ("", ", outliers")), "target"]
     return (
-        "### Shares\nWikiText-2 / book. Calibrated on `assets/text/wikitext2-valid.txt` and `story.txt`, read in equal "
-        "parts (`kvcompress calibrate MODEL --text assets/text/wikitext2-valid.txt --text assets/text/story.txt`): "
-        "neither the models' training nor a row of this page has them. The aim with outliers at 2 bits was 0.35.\n\n"
-        + table(head, lines)
-        + "\n"
+        "### Ratios\nWikiText-2 / book. Calibrated on equal parts of `assets/text/wikitext2-valid.txt` and `story.txt` "
+        "(`kvcompress calibrate MODEL --text assets/text/wikitext2-valid.txt --text assets/text/story.txt`): "
+        "neither the models' training data nor the texts of this page include them. The target with outliers at 2 bits "
+        "was 0.35.\n\n" + table(head, lines) + "\n"
     )
 
 
 def searched(found: dict) -> str:
-    """Ways to spend 3 and 4 bits that are no formats."""
+    """Encodings of 3 and 4 bits that did not become formats."""
     rows = {(r["bits"], r["way"], r["model"], r["outliers"]): r for r in found["rows"]}
     columns = [x for x in itertools.product(MODELS, (0, 8)) if any(k[2:] == x for k in rows)]
     lines = []
@@ -188,16 +187,17 @@ def searched(found: dict) -> str:
     windows = " or ".join(map(str, sorted({r["windows"] for r in found["rows"]})))
     head = ["bits", "", *(f"{model}, outliers" if n else model for model, n in columns)]
     return (
-        "### What was tried at 3 and 4 bits\n`benchmarks/few_bits.py`: values rounded, nothing smaller. KL, "
-        f"WikiText-2 / book, {windows} windows of 2,048 tokens, 128 scored. *3 steps* is the format again, by torch. A "
-        "page's mean of V takes a quarter of a bit; a head's, from a calibration, none. Widths of axes are in "
-        "calibrated coordinates, chosen for the least error of a Gaussian in the metric of what reads it.\n\n"
+        "### What was tried at 3 and 4 bits\n`benchmarks/few_bits.py`: values are rounded but not packed. KL, "
+        f"WikiText-2 / book, {windows} windows of 2,048 tokens, 128 scored. *3 steps* is the format itself, computed "
+        "with torch. The mean of V takes a quarter of a bit if stored per page; per head, from a calibration, it takes "
+        "none. Bits per axis are in calibrated coordinates, and minimize the error of a Gaussian, weighted by its "
+        "effect on scores and output.\n\n"
         + table(head, lines) + "\n"
     )  # fmt: skip
 
 
 def retrieved(found: dict) -> str:
-    """Pass keys and needles."""
+    """Retrieval of pass keys and needles."""
     names = [r["strategy"] for r in found["rows"] if r["model"] == next(iter(MODELS)) and not r["outliers"]]
     rows = {(r["model"], r["strategy"]): r for r in found["rows"] if not r["outliers"]}
     lines = []
@@ -210,17 +210,17 @@ def retrieved(found: dict) -> str:
     head = ["pass key / needles", "contexts", *MODELS]
     return (
         "### Retrieval at few bits\nA pass key of five digits and one of eight secret words, hidden in 2,048 tokens of "
-        "the book (a question a context, and eight): the share of questions whose every token is right, asked after "
+        "the book (one question per context, and eight): the share of questions with all tokens correct, asked after "
         "the context was compressed. `dynamic` is raw.\n\n" + table(head, lines) + "\n"
     )
 
 
 def sides(found: dict) -> str:
-    """K alone, V alone: the picture, and a table."""
+    """K alone, V alone: the figure and a table."""
     parts = [
-        "## K or V\nKL where one side alone is in the format and the other is raw. Tutorials hold K to be the more "
-        "sensitive. It is, most of all where K has a bias or outliers that the format does not take out; for rotated, "
-        "centred pages the two come close.\n\n"
+        "## K or V\nKL with only one side in the format and the other one raw. Tutorials state that K is more "
+        "sensitive. This is correct, particularly if K has a bias or outliers that the format does not remove; for "
+        "rotated, centred pages both are similar.\n\n"
         "![Quality against bits; K alone and V alone](formats.png)\n"
     ]
     head, lines = ["model"], []
@@ -241,7 +241,7 @@ def sides(found: dict) -> str:
 
 
 def peers(found: dict) -> str:
-    """Every quantized cache of transformers beside ours of about its bits."""
+    """Quantized caches of transformers beside formats of similar size."""
     lines = []
     for model in MODELS:
         rows = {r["strategy"]: r for r in found["rows"] if r["model"] == model and not r["outliers"]}
@@ -275,7 +275,7 @@ def peers(found: dict) -> str:
 
 
 def published(found: dict) -> str:
-    """Methods of papers, rounded as they say, beside ours of about their bits."""
+    """Published methods, simulated by rounding, beside formats of similar size."""
     head = ["model", "method", "bits", "KL, WikiText-2 / book", "outliers: KL", "ours", "bits", "KL", "outliers: KL"]
     lines = []
     for model in MODELS:
@@ -292,32 +292,32 @@ def published(found: dict) -> str:
     if not lines:
         return ""
     return (
-        "## Comparison with published methods\nRounding as in the papers and their code "
-        "(`kvcompress.tools.evaluation.published`), read back in full precision, with the same raw sinks and newest "
-        "page as ours; all metadata counted, for the model's head dims. `quarot`: rotated, range per token, clipped "
+        "## Comparison with published methods\nValues are rounded as in the papers and their code "
+        "(`kvcompress.tools.evaluation.published`) and used in full precision, with the same raw sinks and newest page "
+        "as here. All metadata is counted, for the model's head dims. `quarot`: rotated, range per token, clipped "
         "to 0.95. `kivi`: ranges of 32 tokens or channels. `turboquant`: MSE, K and V. `kvarn`: tiles of 128 or 64 "
         "tokens. `kvquant`: 1% outliers, K after RoPE, without Fisher weights, levels and ranges fitted to the "
-        "prompt itself. `oscar`: rotations measured on the calibration texts of `cal2`. Ours has at most an "
-        "eighth of a bit more: K's centroid at heads of 64.\n\n" + table(head, lines) + "\n"
+        "prompt itself. `oscar`: rotations measured on the calibration texts of `cal2`. The format beside a method has "
+        "at most an eighth of a bit more: K's centroid at heads of 64.\n\n" + table(head, lines) + "\n"
     )
 
 
 def both(rows: dict, name: str) -> list[str]:
-    """KL on both texts, as it is and with outliers."""
+    """KL on both texts, without and with outliers."""
     return [f"{rows[name, x]['wikitext2']['kl']:.1e} / {rows[name, x]['book']['kl']:.1e}" for x in (0, 8)]
 
 
 def lengths(found: dict) -> str:
-    """KL and attention error against the context."""
+    """KL and attention error by context length."""
     parts = [
-        "## Against the context\n`benchmarks/lengths.py`: does the damage grow? Tutorials claim it (INT4 at "
-        "512 to 16,384 tokens: PPL +0.05 to +0.52, without a source). KL does not, over the lengths that the models "
-        "can; nor does the error of attention, up to 4,096 tokens. Where texts lie side by side beyond, it grows by a "
-        "quarter at most, for formats that take no mean out.\n\n"
+        "## By context length\n`benchmarks/lengths.py`: does the error grow with the context? Tutorials claim this "
+        "(INT4 at 512 to 16,384 tokens: PPL +0.05 to +0.52, without a source). KL does not grow over the lengths that "
+        "the models support, and neither does the error of attention, up to 4,096 tokens. For longer contexts of "
+        "several concatenated texts it grows by a quarter at most, for formats that do not subtract a mean.\n\n"
         "![KL and attention error](lengths.png)\n"
     ]
     for model in filter(found.__contains__, MODELS):
-        for kind, label in (("kl", "KL, WikiText-2"), ("attention", "error of attention")):
+        for kind, label in (("kl", "KL, WikiText-2"), ("attention", "attention error")):
             rows = found[model][kind]
             contexts = list(next(iter(rows.values())))
             lines = [[f"`{name}`", *(f"{row[n]:.1e}" for n in contexts)] for name, row in rows.items()]

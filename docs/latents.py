@@ -1,4 +1,4 @@
-"""The part of docs/formats.md on latents (MLA), from what benchmarks/formats_latent.py measured."""
+"""The part of docs/formats.md on latents (MLA), from the results of benchmarks/formats_latent.py."""
 
 from typing import Any
 
@@ -19,8 +19,10 @@ def section(found: dict[str, Any]) -> str:
     ppl = f"PPL {raw['wikitext2']['ppl']:.1f} on WikiText-2, {raw['book']['ppl']:.1f} on the book"
     return (
         "## Latents (MLA)\n"
-        f"`benchmarks/formats_latent.py` on `books-tiny-latent`, a DeepSeek-V3 of latents of {about['latent']} + "
-        f"{about['rotary']} dims ({ppl}): {about['windows']} windows of {about['context']:,} tokens, {about['scored']} "
-        f"scored after them. KL in nats a token, WikiText-2 / book; K's format is the latent's, "
-        "V's the rotary part's, of 8 bits at least (`int4` is `int4/int8`).\n\n" + "\n".join(lines) + "\n"
+        f"`benchmarks/formats_latent.py` on `books-tiny-latent`, a small DeepSeek-V3 with latents of {about['latent']} "
+        f"+ {about['rotary']} dims ({ppl}): {about['windows']} windows of {about['context']:,} tokens, "
+        f"{about['scored']} scored after them. KL in nats per token, WikiText-2 / book. K's format applies to the "
+        "latent, V's to the rotary part, which has at least 8 bits (`int4` is `int4/int8`).\n\n"
+        + "\n".join(lines)
+        + "\n"
     )
