@@ -10,7 +10,8 @@
  *   fp8, avx512bf16      1380 / 1420   1990 / 2020   3060 / 3220   6210 / 6490  12330 / 13030
  *
  * A page of bf16 takes 32 products of 17 cycles. fp8 is first converted to bf16 (exactly), 1100 cycles per side for all
- * rows. */
+ * rows. Pages come from memory, which takes longer than fewer than 5 rows (fp8: 4) do on either level; avx512bf16 then
+ * spreads its prefetches more evenly and is up to 15% faster, so that amx leaves these rows to it. */
 #include "levels.h"
 #ifdef KVC_HAS_AMX
 #include "amx.h"

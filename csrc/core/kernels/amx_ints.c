@@ -9,7 +9,8 @@
  *   int4, avx512    360 /  410    570 /  690   1140 / 1380   2340 / 2840
  *
  * A page takes 16 products of 17 cycles. Most of the rest is storing the sums, reading them back and converting them to
- * floats, and unpacking planes to bytes, once for all 16 rows. */
+ * floats, and unpacking planes to bytes, once for all 16 rows. Fewer than 5 rows are left to avx512bf16, for the reason
+ * given in amx_floats.c. */
 #include "levels.h"
 #ifdef KVC_HAS_AMX
 #include "amx.h"
