@@ -104,6 +104,16 @@ def visible(
     return sees
 
 
+def _visible_of(mask: Any, query: torch.Tensor, key: Any, causal: bool, window: int) -> torch.Tensor | None:
+    """The visibility mask of queries over all keys, broadcast to [B, Hq, q, kv]; None if all are visible. mask: 4D,
+    padding [B, kv], or None."""
+    if mask is not None and mask.dim() != 2:
+        return dense(mask)[..., : key.shape[2]]
+    if causal:
+        return visible(mask, query.shape[2], key.shape[2], window, query.device)
+    return None if mask is None else mask[:, None, None]
+
+
 def eager(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -160,23 +170,16 @@ def _dense_attention(
     with_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over dense K and V by torch's SDPA, or `eager` if SDPA does not support it. out [B, q, Hq, Dv]."""
-    q_length, kv_length = query.shape[2], key.shape[2]
-    mask = dense(mask)
-    if mask is None or mask.dim() == 2:
-        if causal:
-            mask = visible(mask, q_length, kv_length, window, query.device)
-        elif mask is not None:
-            mask = mask[:, None, None]
-    else:
-        mask = mask[..., :kv_length]
+    mask = _visible_of(mask, query, key, causal, window)
+    weights = None
     if softcap or s_aux is not None or bias is not None or with_weights:
         out, weights = eager(query, key, value, mask, scale, softcap, s_aux, bias, dropout)
-        return out.transpose(1, 2).contiguous(), weights if with_weights else None
-    gqa = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=gqa
-    )
-    return out.transpose(1, 2).contiguous(), None
+    else:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), weights if with_weights else None
 
 
 def _without_evicted(
@@ -247,12 +250,7 @@ def _of_chosen(
     """The mask without tokens that an indexer has not selected; in a layer with `max_slots` it selects all tokens."""
     if block is not None and block.layer.max_slots:
         return mask
-    if mask is None or mask.dim() == 2:
-        if causal:
-            mask = visible(mask, query.shape[2], key.shape[2], window, query.device)
-        elif mask is not None:
-            mask = mask[:, None, None]
-    return masks.of_chosen(mask, indices, key.shape[2])
+    return masks.of_chosen(_visible_of(mask, query, key, causal, window), indices, key.shape[2])
 
 
 def _on_pages(

@@ -33,18 +33,6 @@ _PAGE, _SINKS, _ROWS = 64, 4, 256
 _LEAST = 0.1  # minimum weight, as a share of the mean cost; see `second_moments`
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 Measure = Callable[[dict[str, Any], Any, Tensor, Tensor, Tensor], None]
-_seen: tuple[dict[int, dict[str, Any]], Measure] | None = None  # set while a model is measured
-
-
-def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    if _seen is not None:
-        layers, measure = _seen
-        found = layers.setdefault(module.layer_idx, {"module": module})
-        found["given"] = kwargs
-        measure(found, module, *(x.detach() for x in (query, key, value)))
-    return kvcompress_attention_forward(module, query, key, value, mask, *args, **kwargs)
 
 
 def _of_output(module: Any, heads: int, D: int) -> Tensor:
@@ -137,15 +125,23 @@ def _map(moments: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _measuring(model: PreTrainedModel, measure: Measure) -> Iterator[dict[int, dict[str, Any]]]:
-    global _seen
-    AttentionInterface.register(_NAME, _attention)
+    layers: dict[int, dict[str, Any]] = {}
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        found = layers.setdefault(module.layer_idx, {"module": module})
+        found["given"] = kwargs
+        measure(found, module, *(x.detach() for x in (query, key, value)))
+        return kvcompress_attention_forward(module, query, key, value, mask, *args, **kwargs)
+
+    AttentionInterface.register(_NAME, attention)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
-    _seen = {}, measure
     try:
         with attending(model, _NAME), evaluating(model):
-            yield _seen[0]
+            yield layers
     finally:
-        _seen = None
+        AttentionInterface.register(_NAME, kvcompress_attention_forward)  # frees the layers
 
 
 @torch.no_grad()

@@ -123,11 +123,6 @@ class ForwardPass:
                 self.check_weights(found[0])
 
     @property
-    def pool(self) -> Any:
-        """The pool of the cache, or that of its first device."""
-        return self.pools.first
-
-    @property
     def fused(self) -> bool:
         """True if the model passes the result of `update()` to the kvcompress attention function."""
         return (self._settings.get(_NAME) or self.config._attn_implementation) == attention.NAME

@@ -111,11 +111,7 @@ def expand_kv(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tenso
         some = expand(self, *(x.new_zeros(1, 1, 1, x.shape[3]) for x in (block.k, block.v)))
         heads, dims = some[0].shape[1], (some[0].shape[3], some[1].shape[3])
     shape = (latents.shape[0], heads, latents.shape[2])
-    k, v = (
-        Expanded.of((*shape, dim), latents.dtype, latents.device, block=block, side=side, module=self)
-        for side, dim in enumerate(dims)
-    )
-    return k, v
+    return Expanded.pair(shape, dims, latents.dtype, latents.device, block=block, module=self)
 
 
 def _weight(module: Any) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function
 
-from .lazy import Lazy, dense
+from .lazy import Lazy
 
 
 class WindowMask(Lazy):
@@ -37,7 +37,6 @@ def of_chosen(mask: torch.Tensor | None, indices: torch.Tensor, slots: int) -> t
     chosen = at.new_zeros(*at.shape[:2], slots + 1, dtype=torch.bool).scatter_(-1, at, True)[:, None, :, :slots]
     if mask is None:
         return chosen
-    mask = dense(mask)[..., :slots]
     return chosen & mask if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 

@@ -7,24 +7,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 
-def tensors(x: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested dicts and lists."""
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, dict):
-        for y in x.values():
-            yield from tensors(y)
-    elif isinstance(x, (list, tuple)):
-        for y in x:
-            yield from tensors(y)
+def tensors(layer: Any) -> list[torch.Tensor]:
+    """All tensors of a layer, in nested dicts and lists too."""
+    return [x for x in tree_leaves(layer.__dict__) if isinstance(x, torch.Tensor)]
 
 
 def held(layer: Any) -> tuple[int, int]:
     """(bytes of memory, bytes of the elements) of a layer."""
-    found = [t for t in tensors(layer.__dict__) if t.dim() > 1]
+    found = [t for t in tensors(layer) if t.dim() > 1]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
     return sum(storages.values()), sum(t.nbytes for t in found)
 
@@ -44,15 +38,7 @@ def forget_states(layer: LinearAttentionCacheLayerMixin) -> None:
 
 def move(layer: Any, device: torch.device) -> None:
     """Moves the tensors of a layer to a device."""
-
-    def there(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {name: there(y) for name, y in x.items()}
-        if isinstance(x, (list, tuple)):
-            return type(x)(there(y) for y in x)
-        return x.to(device) if isinstance(x, torch.Tensor) else x
-
-    layer.__dict__.update({name: there(x) for name, x in layer.__dict__.items()})
+    layer.__dict__.update(tree_map_only(torch.Tensor, lambda x: x.to(device), layer.__dict__))
     if getattr(layer, "device", None) is not None:
         layer.device = device
 
@@ -81,7 +67,7 @@ def change_rows(layer: Any, method: str, argument: Any) -> None:
     if hasattr(layer, method):
         getattr(layer, method)(argument)
     elif isinstance(layer, LinearAttentionCacheLayerMixin) and layer.device is not None:
-        rows = next(t.shape[0] for t in tensors(layer.__dict__))
+        rows = tensors(layer)[0].shape[0]
         pick = (
             argument
             if isinstance(argument, torch.Tensor)

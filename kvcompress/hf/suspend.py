@@ -35,7 +35,7 @@ class MovableCache(checks.ProcessBound, Cache, instead="use save(path) for its c
     @property
     def pool(self) -> Any:
         """The `_C.Pool` of its pages, or of those on its first device."""
-        return self.forward_pass.pool
+        return self.forward_pass.pools.first
 
     is_linear = checks.InstanceProperty(Cache.is_linear.fget)  # type: ignore[attr-defined]  # generate's first look
 
@@ -165,7 +165,7 @@ class MovableCache(checks.ProcessBound, Cache, instead="use save(path) for its c
         there = pools.device_of(device)
         each = pool is None and forward_pass.pools.each
         if pool is None and any(store.device != there for store in stores):
-            pool = pools.like(forward_pass.pool, there)
+            pool = pools.like(self.pool, there)
         if prefetcher and pool:
             self.use_tiers(None)
         try:
