@@ -145,7 +145,12 @@ def test_a_query_of_another_width_is_refused():
     store.table.rollback()
 
 
-@pytest.mark.parametrize("level", levels.OTHERS)
+FIRST = ("scalar", "avx2", "neon")  # what the others build on
+
+
+@pytest.mark.parametrize(
+    "level", [pytest.param(x, marks=[] if x in FIRST else pytest.mark.full) for x in levels.OTHERS]
+)
 def test_every_level(level):
     """All of the above that is short, on every level."""
     names = "every_format and 128-32 or rotary_parts or other_pages"

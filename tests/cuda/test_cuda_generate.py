@@ -70,7 +70,7 @@ def check(name, mode, key):
 
 @pytest.mark.parametrize(
     "name,mode,key",
-    [*QUICK[::4], *(pytest.param(*row, marks=pytest.mark.full) for row in QUICK if row not in QUICK[::4])],
+    [*QUICK[::6], *(pytest.param(*row, marks=pytest.mark.full) for row in QUICK if row not in QUICK[::6])],
 )
 def test_quick(name, mode, key):
     check(name, mode, key)

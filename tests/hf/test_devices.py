@@ -93,6 +93,7 @@ def test_generates_as_on_one_device(name, mode):
     check_same(got.outputs, want.outputs)
 
 
+@pytest.mark.full
 def test_copies_share_the_pools_and_moves_end_them():
     tokens = ids(1, 260)
     with a_device():
@@ -117,6 +118,7 @@ def test_copies_share_the_pools_and_moves_end_them():
         assert len(used(two)) == 2 and two.layers[0].store.page_store.pool is two.pool
 
 
+@pytest.mark.full
 def test_tiers_have_stages_on_each_device():
     tokens = ids(1, 400)
     tiers = Tiers()

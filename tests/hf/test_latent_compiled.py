@@ -25,7 +25,9 @@ def compiled(m, cache, tokens, first, mask=None):
     return torch.cat(got, 1), [graph.code for graph in backend.graphs]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.full if i % 3 else ()) for i, x in enumerate(CONFIGS)]
+)
 def test_compiled_steps_attend_absorbed(name):
     """One graph for all steps, without expansion."""
     m, slots = build(name), 96

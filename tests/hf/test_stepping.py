@@ -304,7 +304,7 @@ def test_a_failed_step_leaves_all_layers_alike():
         assert error(m(tokens[:, 40:41], past_key_values=cache).logits, want) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["linear", "conv"])
+@pytest.mark.parametrize("name", ["linear", pytest.param("conv", marks=pytest.mark.full)])
 def test_states_of_a_failed_step_cannot_be_taken_back(name):
     m = select(copy.deepcopy(family(name)), "kvcompress").to(DEVICE)
     tokens = ids(1, 60).to(DEVICE)

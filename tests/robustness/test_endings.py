@@ -117,7 +117,7 @@ if sys.argv[1] == "error":
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("plain", 0), ("error", 7)])
+@pytest.mark.parametrize(("how", "code"), [pytest.param("plain", 0, marks=pytest.mark.full), ("error", 7)])
 def test_an_interpreter_that_ends_while_caches_live(how: str, code: int, tmp_path: Path) -> None:
     """With a prefix, tiers in files, a suspended cache, a reference cycle: the process exits cleanly, and no file
     remains. (With a daemon thread in a model, torch aborts, with our cache or not.)"""
