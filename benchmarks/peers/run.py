@@ -1,8 +1,7 @@
 """Times kvcompress, torch, ggml, OpenVINO, ONNX Runtime and vLLM on the same shapes, alternating, in several rounds of
 one run; each system in its own virtual environment and process (created by `make bench-peers`, for vLLM by `make
-vllm`). The lowest of the rounds' medians, and ratios to ours. Writes benchmarks/results/peers.json; with --shapes,
-cells of other shapes are kept if they are from this machine. Latents, which few systems support, go to
-peers_latent.json."""
+vllm`). The lowest of the rounds' medians, and ratios to ours. Writes benchmarks/results/peers/, a file per CPU; with
+--shapes, its cells of other shapes are kept. Latents, which few systems support, go to peers_latent.json."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from timing import SHAPES
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-from common import machine_name, save  # noqa: E402
+from common import machine_name, results, save  # noqa: E402
 
 
 def main() -> None:
@@ -65,12 +64,11 @@ def main() -> None:
     if latents:
         print("wrote", save("peers_latent", {**run, "cells": latents}))
     if cells:
-        path = HERE.parent / "results" / "peers.json"
-        before = json.loads(path.read_text()) if path.exists() else {}
-        same = before.get("machine") == run["machine"]
-        others = [c for c in before["cells"] if c["shape"] not in best] if same else []
-        cells = sorted(others + cells, key=lambda cell: list(SHAPES).index(cell["shape"]))
-        print("wrote", save("peers", {**run, "cells": cells}))
+        path = results() / "peers" / f"{run['machine']}.json"
+        before = json.loads(path.read_text())["cells"] if path.exists() else []
+        cells += [c for c in before if c["shape"] not in best]
+        cells.sort(key=lambda cell: list(SHAPES).index(cell["shape"]))
+        print("wrote", save(f"peers/{run['machine']}", {**run, "cells": cells}))
 
 
 if __name__ == "__main__":
