@@ -249,7 +249,7 @@ class KVCache(MovableCache, DisplayMixin):
     def needs_step(self, device: torch.device) -> bool:
         """True if compiled graphs of a model on `device` must run inside `step()`."""
         paged = [layer for layer in self.layers if isinstance(layer, StaticPagedLayer)]
-        return any(layer.graph_layer if layer.is_initialized else device.type != "cpu" for layer in paged)
+        return any(layer.graph_layer is not None if layer.is_initialized else device.type != "cpu" for layer in paged)
 
     @property
     def is_initialized(self) -> bool:
