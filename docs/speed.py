@@ -119,7 +119,8 @@ def peers(found: dict) -> str:
     for name in ("int8", "int4"):
         ours = (f"{best[shape] / ms[shape, 'kvcompress', name]:.1f}x" for shape in names)
         lines.append([f"**the best of the others / `{name}`**", *ours])
-    return f"On a {NAMES.get(found['machine'], found['machine'])}, {found['rounds']} rounds:\n\n" + table(
+    machine = NAMES.get(found["machine"], found["machine"])
+    return f"On a {machine}, {found['threads']} threads, {found['rounds']} rounds:\n\n" + table(
         ["", *(f"{n} tokens" if n != "512 at 4K" else "chunk of " + n for n in names.values())], lines
     )
 
@@ -127,7 +128,7 @@ def peers(found: dict) -> str:
 def all_peers() -> str:
     found = [json.loads(path.read_text()) for path in sorted((RESULTS / "peers").glob("*.json"))]
     return (
-        "## Comparison with other systems\n`make bench-peers`, 2 threads: the same shapes, alternating, lowest median "
+        "## Comparison with other systems\n`make bench-peers`: the same shapes, alternating, lowest median "
         "of all rounds, ms. A single copy of data, so that 8K tokens, on some machines all, are in the last-level "
         "cache. Ratios are relative to the fastest of the others at any precision.\n\n"
         + "\n".join(peers(x) for x in found)
