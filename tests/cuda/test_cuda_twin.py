@@ -146,6 +146,15 @@ def test_faults_are_caught(tmp_path):
         assert any(part in said for part in word.split("|")), said
 
 
+def test_launcher_of_an_earlier_call_is_not_used():
+    """It is a Python object, freed with its call."""
+    launched = []
+    launcher = cuda_twin.LAUNCHER(lambda *_: launched.append(1) or 1)
+    cuda_twin.library().twin_set_launcher(launcher)
+    probe(14, np.zeros((32, 4), np.uint32), np.zeros((32, 2), np.uint32), np.zeros((32, 4), np.uint32))
+    assert not launched
+
+
 def test_shared_memory_starts_as_nan():
     d = np.zeros((32, 4), np.uint32)
     probe(14, np.zeros((32, 4), np.uint32), np.zeros((32, 2), np.uint32), d)

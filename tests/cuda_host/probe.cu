@@ -42,5 +42,6 @@ extern "C" int probe(int what, const uint32_t *a, const uint32_t *b, uint32_t *d
 {
     probe_call call = {what, a, b, d};
     twin_set_stream(what == 15 ? d : NULL); /* 15: a launch on another stream */
+    twin_set_launcher(NULL);                /* an earlier call's, which may be freed */
     return KVC_LAUNCH(probe_kernel, &call, 1, 1, 1, what < 10 ? 32 : 64, 256, NULL);
 }
