@@ -29,31 +29,31 @@ START = """S2R R0, SR_TID.X
     IMAD.SHL.U32 R1, R0, 0x4, RZ
 """
 FAULTS = {
-    "never|nobody wrote": START + "STS [R1], R9",
-    "what is stored": START + "IADD3 R3, R9, R0, RZ\nSTS [R1], R3",
-    "stored depends": START + "LOP3.LUT R9, R9, 0xfffffffd, RZ, 0xc0, !PT\n"
+    "uninitialized register": START + "STS [R1], R9",
+    "the stored value": START + "IADD3 R3, R9, R0, RZ\nSTS [R1], R3",
+    "value depends": START + "LOP3.LUT R9, R9, 0xfffffffd, RZ, 0xc0, !PT\n"
     "LOP3.LUT R3, R9, 0x3, RZ, 0xc0, !PT\nSTS [R1], R3",
-    "stored depends on": START + "STL [RZ], R9\nLDL R3, [RZ]\nSTS [R1], R3",
-    "is stored": START + "PRMT R3, R0, 0x7610, R9\nSTS [R1], R3",
-    "an address": START + "LDS R2, [R9]",
+    "value depends on": START + "STL [RZ], R9\nLDL R3, [RZ]\nSTS [R1], R3",
+    "stored value depends on an": START + "PRMT R3, R0, 0x7610, R9\nSTS [R1], R3",
+    "the address": START + "LDS R2, [R9]",
     "misaligned: 16 bytes": START + "LDS.128 R4, [R1]",
     "out of bounds: 4 bytes at 0x100 of 256": START + "STS [R1+0x90], RZ",
     "out of bounds: 4 bytes at 0x10": "MOV R2, 0x10\nMOV R3, RZ\nLDG.E R4, desc[UR4][R2.64]",
-    "unknown instruction": START + "WGMMA R2, R3",
+    "unsupported instruction": START + "WGMMA R2, R3",
     "a race: write": START + "STS [RZ], R0",
     "a race: read": START + "ISETP.GE.AND P0, PT, R0, 0x20, PT\n@!P0 STS [RZ], R0\n@P0 LDS R2, [RZ]",
-    "unknown modifier: 8": START + "MOVM.8.MT88 R2, R0",
-    "unknown modifier: XORSIGN": START + "HMNMX2.XORSIGN R2, R0, R1, PT",
-    "unknown modifier: CEIL": START + "F2I.CEIL R2, R0",
-    "parts of a warp": START + "SHFL.BFLY PT, R2, R0, 0x1, 0xf1f",
-    "the upper word of what is negated": START + "LEA.HI R2, -R0, R1, R1, 0x1",
-    "a move that": START + "IMAD.MOV.U32 R2, RZ, RZ, -R0",
-    "loses a sign": START + "MOV R0, R0\nHMMA.16816.F32 R4, R4, R8, R4",
-    "lanes of a warp wait in different": START + "ISETP.EQ.AND P0, PT, R0, RZ, PT\n@P0 BRA `(.L)\nWARPSYNC.ALL\n.L:\n"
+    "unsupported modifier: 8": START + "MOVM.8.MT88 R2, R0",
+    "unsupported modifier: XORSIGN": START + "HMNMX2.XORSIGN R2, R0, R1, PT",
+    "unsupported modifier: CEIL": START + "F2I.CEIL R2, R0",
+    "segments of a warp": START + "SHFL.BFLY PT, R2, R0, 0x1, 0xf1f",
+    "LEA.HI of a negated": START + "LEA.HI R2, -R0, R1, R1, 0x1",
+    "a move that may": START + "IMAD.MOV.U32 R2, RZ, RZ, -R0",
+    "lose a sign": START + "MOV R0, R0\nHMMA.16816.F32 R4, R4, R8, R4",
+    "lanes of a warp wait at different": START + "ISETP.EQ.AND P0, PT, R0, RZ, PT\n@P0 BRA `(.L)\nWARPSYNC.ALL\n.L:\n"
     "BAR.SYNC 0x0",
-    "lanes of a warp diverge": START + "ISETP.EQ.AND P0, PT, R0, RZ, PT\n@P0 EXIT\n@!P0 BRA `(.L)\nNOP\n.L:\n"
+    "lanes diverge": START + "ISETP.EQ.AND P0, PT, R0, RZ, PT\n@P0 EXIT\n@!P0 BRA `(.L)\nNOP\n.L:\n"
     "ISETP.GE.AND P1, PT, R0, 0x5, PT\n@P1 SHFL.IDX PT, R2, R0, RZ, 0x1f",
-    "passed by returning": START + "ISETP.GE.AND P0, PT, R0, 0x20, PT\n@P0 EXIT\nBAR.SYNC 0x0",
+    "returned without reaching": START + "ISETP.GE.AND P0, PT, R0, 0x20, PT\n@P0 EXIT\nBAR.SYNC 0x0",
 }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_without_the_fault_it_runs():
     run(START + "STS [R1], R0\nBAR.SYNC 0x0\nLDS R2, [RZ]\nEXIT", threads=64)
 
 
-def test_bits_of_a_register_that_nobody_wrote_whole():
+def test_uninitialized_bits_of_a_partly_written_register():
     """Compilers keep predicates so, and spill them: what is read again was written."""
     text = """ISETP.GE.AND P0, PT, R0, 0x5, PT
         LOP3.LUT R9, R9, 0xfffffffd, RZ, 0xc0, !PT
@@ -136,8 +136,8 @@ def test_copies_come_when_they_are_waited_for():
     run(COPY + "LDGDEPBAR\nDEPBAR.LE SB0, 0x1\n" + SUM, argument=bytes(ctypes.c_uint64(at)), regions=regions)
     assert (memory == 2 * np.arange(32)).all()
     for word, rest in {
-        "not waited for": "DEPBAR.LE SB0, 0x1\n" + SUM,
-        "nobody waited for": "EXIT",
+        "before the asynchronous copy to it": "DEPBAR.LE SB0, 0x1\n" + SUM,
+        "before an asynchronous copy": "EXIT",
         "misaligned: a copy of 16 bytes": "LDGSTS.E.128 [R1+0x4], desc[UR4][R2.64]\nEXIT",
         "out of bounds: 4 bytes at 0x100": "LDGSTS.E [R1+0x90], desc[UR4][R2.64]\nEXIT",
     }.items():
@@ -248,16 +248,16 @@ def test_pairs_of_registers():
         SEL.64 R6, R10, RZ, P1"""
     assert (stored(text + chosen, 4).view(np.int64) == np.stack([0 * lanes - 16, lanes * (lanes > 7)], 1)).all()
     for bad in ("IADD.64 R4, P0, R8, R10", "IMNMX.S64 PT, PT, R4, R8, R10, PT, P0"):
-        with pytest.raises(Fault, match="a carry of 64 bits"):
+        with pytest.raises(Fault, match="64-bit operation with a carry"):
             run(START + bad + "\nEXIT")
 
 
-def test_half_of_a_pair_that_nobody_wrote():
+def test_uninitialized_half_of_a_register_pair():
     """Moves keep apart which half was written."""
     moved = "MOV R8, R0\nMOV.64 R10, R8\nISETP.EQ.AND P0, PT, R0, R0, PT\nSEL.64 R12, R10, RZ, P0\n"
     run(START + moved + "STS [R1], R12\nEXIT")
     for half in ("R11", "R13"):
-        with pytest.raises(Fault, match="what is stored"):
+        with pytest.raises(Fault, match="the stored value"):
             run(START + moved + f"STS [R1], {half}\nEXIT")
 
 
@@ -353,7 +353,7 @@ def test_lanes_that_part_meet_where_they_said():
         stored(text.replace("BSYNC B0", "NOP").format("", ""), 1)
     leaves = "@P1 BREAK B0\n        @P1 EXIT\n        "
     assert (stored(text.format("", leaves), 1).ravel() == np.where(np.arange(32) == 3, 0, 100)).all()
-    with pytest.raises(Fault, match="different places"):  # one waits elsewhere for all, who wait for it
+    with pytest.raises(Fault, match="different instructions"):  # one waits elsewhere for all, who wait for it
         stored(text.format("", "@P1 WARPSYNC.ALL\n        "), 1)
 
 

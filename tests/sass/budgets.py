@@ -61,7 +61,7 @@ def blocks(name: str, pages: int, group: int, traced: bool = False, writes: bool
     kv.op = lambda *args, **options: machine.call("attend", *args, **options)
     kv.attend(*step)
     grid = next(grid for kernel, grid in machine.launches if kernel.startswith("kvc_attend"))
-    assert grid == (HEADS, 1, 1), f"pages are cut up in runs: {grid}"
+    assert grid == (HEADS, 1, 1), f"expected one run of pages per head, got grid {grid}"
     assert not writes or len(machine.launches) == 1, machine.launches
     return machine.blocks
 
@@ -78,7 +78,7 @@ def measured(name: str, group: int) -> tuple[float, float, float, float]:
         total = sum(w.executed for b in ran for w in b.warps)
         found.append((pages, total, sum(len(b.warps) for b in ran)))
     (a, first, warps), (z, second, same) = found
-    assert warps == same, "the two lengths are cut up differently"
+    assert warps == same, "expected the same warps at both lengths"
     each = (second - first) / (z - a)
     writing = sum(w.executed for b in blocks(name, a, group, writes=True) for w in b.warps)
     return each, (first - each * a) / warps, alone, (writing - each * a) / warps

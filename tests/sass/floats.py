@@ -95,7 +95,7 @@ def fset(w, x):
     """The result of a comparison as 1 or 0."""
     o, m = x.operands, x.modifiers
     if m[0] != "BF":
-        raise Fault("unknown instruction: a mask of a comparison")
+        raise Fault("unsupported instruction: FSET with an integer result")
     result = _compared(m[1], *(_flushed(x, w.real(y)) for y in o[1:3]))
     _put(w, o[0], combine(m, result, w.predicate(o[3])))
 
@@ -113,7 +113,7 @@ def fchk(w, x):
 def mufu(w, x):
     kind = next((k for k in x.modifiers if k in FUNCTIONS), None)
     if kind is None:
-        raise Fault("unknown function of MUFU")
+        raise Fault("unsupported function of MUFU")
     _put(w, x.operands[0], FUNCTIONS[kind](w.real(x.operands[1]).astype(np.float64)))
 
 
@@ -164,7 +164,7 @@ def f2fp(w, x):
         w.write(o[0], _bf16(lower) | _bf16(high) << U(16) if "BF16" in m else _bits(lower) | _bits(high) << U(16))
         return
     if "E4M3" not in m:
-        raise Fault("unknown conversion")
+        raise Fault("unsupported conversion")
     value, out = w.value(o[1]), np.zeros(32, U)
     for i in range(2):
         code = (value >> U(8 * i) & U(255)).astype(np.int64)
@@ -262,7 +262,7 @@ def _places(d):
 def hmma(w, x):
     w.whole()
     if x.modifiers[:2] != ("16816", "F32"):
-        raise Fault("unknown shape of HMMA")
+        raise Fault("unsupported shape of HMMA")
 
     def convert(word, side):
         pairs = np.ascontiguousarray(word).view(np.uint16).reshape(32, 2)
@@ -278,7 +278,7 @@ def hmma(w, x):
 def imma(w, x):
     w.whole()
     if x.modifiers[0] != "16832":
-        raise Fault("unknown shape of IMMA")
+        raise Fault("unsupported shape of IMMA")
     types = [m for m in x.modifiers if m in ("U8", "S8")]
 
     def convert(word, side):

@@ -10,7 +10,7 @@ HANDLERS: dict = {}
 
 
 class Fault(Exception):
-    """Behaviour that is undefined on a GPU, or not known to the emulator."""
+    """Behaviour that is undefined on a GPU, or not supported by the emulator."""
 
 
 def handles(*names: str, knows: str | None = ""):
@@ -25,12 +25,12 @@ def handles(*names: str, knows: str | None = ""):
 
 
 def handler(x):
-    """The handler of an instruction. An unknown instruction or modifier is a Fault."""
+    """The handler of an instruction. An unsupported instruction or modifier is a Fault."""
     function, knows = HANDLERS.get(x.key) or HANDLERS.get(x.name) or (None, None)
     if function is None:
-        raise Fault("unknown instruction")
+        raise Fault("unsupported instruction")
     if knows is not None and (strange := [m for m in x.modifiers if m not in knows]):
-        raise Fault(f"unknown modifier: {', '.join(strange)}")
+        raise Fault(f"unsupported modifier: {', '.join(strange)}")
     return function
 
 

@@ -25,7 +25,7 @@ def _moves(w, to, source):
     register to itself: half of a pair that does not change."""
     same = to.index == source.index >= 0 and w.kernel.multiplies
     if to.kind == source.kind == "R" and (source.minus or same):
-        raise Fault("a move that loses a sign")
+        raise Fault("a move that may lose a sign bit (a bug of ptxas 12.4)")
 
 
 @handles("MOV", "UMOV")
@@ -93,7 +93,7 @@ def minmax(w, x):
     first, rest = (w.value(o[1]) + w.value(o[2]), o[3:]) if x.name == "VIADDMNMX" else (w.value(o[1]), o[2:])
     kind = next((kind for m, kind in NUMBERS.items() if m in x.modifiers), np.int32)
     if x.name == "VIADDMNMX" and np.dtype(kind).itemsize < 4:
-        raise Fault("unknown instruction: sums of halves")
+        raise Fault("unsupported instruction: VIADDMNMX of 16-bit halves")
     numbers = [np.ascontiguousarray(a).view(kind) for a in (first, *map(w.value, rest[:-1]))]
     least = w.predicate(rest[-1])
     w.write(o[0], np.where(least, *(f.reduce(numbers).view(U) for f in (np.minimum, np.maximum))))
@@ -174,7 +174,7 @@ def lea(w, x):
     o, m = x.operands, x.modifiers
     carries, i = _predicates(x, 1)
     if "HI" in m and o[i].minus:
-        raise Fault("unknown instruction: the upper word of what is negated and shifted")
+        raise Fault("unsupported instruction: LEA.HI of a negated operand")
     if "HI" in m and "SX32" in m:
         a, b, shift, rest = signed(w.value(o[i])), w.value(o[i + 1]), int(o[i + 2].text, 0), o[i + 3 :]
         base = low(a >> (32 - shift))
@@ -226,7 +226,7 @@ def _permuted(a, b, select):
 @handles("FLO", "UFLO", knows="U32")
 def flo(w, x):
     if "U32" not in x.modifiers:
-        raise Fault("unknown instruction: the highest bit that is not the sign")
+        raise Fault("unsupported instruction: FLO of a signed integer")
     lengths = [int(v).bit_length() - 1 for v in w.value(x.operands[1])]
     w.write(x.operands[0], low(np.array(lengths, np.int64)))
 

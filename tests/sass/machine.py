@@ -88,7 +88,7 @@ class Warp:
             return self.constant(x)[0]
         if x.kind == "number":
             return np.full(32, int(x.text.lstrip("-"), 0) & 0xFFFFFFFF, U)
-        raise Fault(f"no value: {x.text}")
+        raise Fault(f"unsupported operand {x.text}")
 
     def value(self, x: Operand) -> np.ndarray:
         value = self.raw(x)
@@ -144,7 +144,7 @@ class Warp:
         """Raises a Fault if the instruction has read uninitialized bits. Compilers speculatively compute with
         uninitialized registers, but addresses and stored values must not depend on them."""
         if (self.unset & self.active).any():
-            raise Fault(f"{what} depends on a register that nobody wrote")
+            raise Fault(f"{what} depends on an uninitialized register")
 
     def compare(self, x, result: np.ndarray, other: Operand):
         """Sets the predicates of a comparison, combined with another one, which may determine the result alone."""
@@ -173,7 +173,7 @@ class Warp:
     def whole(self):
         """Raises a Fault unless all lanes that have not exited are active."""
         if not (self.active == ~self.done).all():
-            raise Fault("lanes of a warp diverge")
+            raise Fault("expected all live lanes of the warp to be active, but lanes diverge")
 
     # ------------------------------------------------------------ running
 
@@ -213,7 +213,7 @@ class Warp:
         places = {int(at) for at in self.pc[live]}
         x = self.kernel.code[min(places)]
         if len(places) > 1 or x.name != "BAR":
-            raise Fault(self.where(x, "lanes of a warp wait in different places"))
+            raise Fault(self.where(x, "lanes of a warp wait at different instructions"))
         self.waiting[:] = False
         self.pc[live] += 1
         return "barrier"
@@ -242,7 +242,7 @@ class Block:
                  traced=False):  # fmt: skip
         self.kernel, self.at, self.grid, self.traced = kernel, at, grid, traced
         offset, size = kernel.parameters
-        assert len(argument) <= size, "the argument is not the kernel's"
+        assert len(argument) <= size, f"expected an argument of at most {size} bytes, got {len(argument)}"
         bank = bytearray(offset + max(size, len(argument)) + 64)
         where, constants = LAUNCH[offset], (memory.CONSTANT << 56) + offset
         for at, form, *values in (
@@ -265,7 +265,7 @@ class Block:
         stopped = [w.run() for w in self.warps]
         while "barrier" in stopped:
             if "done" in stopped:
-                raise Fault(f"{self.kernel.name}: a barrier that some warps have passed by returning")
+                raise Fault(f"{self.kernel.name}: some warps returned without reaching a barrier")
             self.touched.clear()
             stopped = [w.run() for w in self.warps]
         return self
@@ -282,4 +282,4 @@ class Block:
             return np.full(32, memory.SHARED << 24, U)
         if name in ("SR_CgaCtaId", "SRZ", "SR_CLOCKLO"):
             return np.zeros(32, U)
-        raise Fault(f"unknown special register {name}")
+        raise Fault(f"unsupported special register {name}")

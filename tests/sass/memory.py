@@ -28,7 +28,7 @@ class Touched:
         readers = self.read[words] if kind != "read" else np.uint32(0)
         if ((writers | readers) & others).any():
             by = "write" if (writers & others).any() else "read"
-            raise Fault(f"a race: {kind} of shared byte {begin:#x}, another warp's {by} is not behind a barrier")
+            raise Fault(f"a race: {kind} of shared byte {begin:#x} without a barrier after another warp's {by}")
         {"read": self.read, "write": self.wrote, "atomic": self.atomic}[kind][words] |= bit
 
 
@@ -45,7 +45,7 @@ def address(w, x):
             scale = int(term.part.split(".X")[1]) if ".X" in term.part else 1
             value = w.register(term).astype(np.uint64) * np.uint64(scale)
             total += value
-    w.settled("an address")
+    w.settled("the address")
     return total
 
 
@@ -54,7 +54,7 @@ def region(w, at, size):
     for (base, n), view in zip(w.block.regions, w.block.views, strict=True):
         if base <= at and at + size <= base + n:
             return view, at - base
-    raise Fault(f"out of bounds: {size} bytes at {at:#x}")
+    raise Fault(f"out of bounds: {size} bytes at {at:#x} of global memory")
 
 
 def _size(modifiers):
@@ -84,7 +84,7 @@ def _place(w, x, lane, at, size, kind):
             raise Fault(f"out of bounds: {size} bytes at {at:#x} of {len(w.block.shared)} of shared memory")
         w.block.touched.note(w.number, at, size, kind)
         if w.block.coming[at // 4 : -(-(at + size) // 4)].any():
-            raise Fault(f"shared byte {at:#x} is what an asynchronous copy brings that was not waited for")
+            raise Fault(f"access to shared byte {at:#x} before the asynchronous copy to it was waited for")
         return w.block.shared, at
     if space == LOCAL:
         if at + size > w.local.shape[1]:
@@ -132,7 +132,7 @@ def store(w, x):
     lanes = np.flatnonzero(w.active)
     local = [_space(x, int(at[i]))[0] == LOCAL for i in lanes]
     if not all(local):  # local memory: a spilled register, which may be uninitialized
-        w.settled("what is stored")
+        w.settled("the stored value")
     for i, own in zip(lanes, local, strict=True):
         data, k = _place(w, x, i, int(at[i]), size, "write")
         data[k : k + size] = np.ascontiguousarray(values[:, i]).view(np.uint8)[:size]
@@ -148,7 +148,7 @@ def atomic(w, x):
     at, old = address(w, x.operands[place]), np.zeros(32, U)
     value = np.ones(32, U) if what == "POPC" else w.value(x.operands[place + 1])
     if what is None:
-        raise Fault("unknown atomic")
+        raise Fault("unsupported atomic operation")
     for i in np.flatnonzero(w.active):
         data, k = _place(w, x, i, int(at[i]), 4, "atomic")
         cell = data[k : k + 4].view(U)

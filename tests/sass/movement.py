@@ -26,7 +26,7 @@ def leave(w, x):
 def wait(w, x):
     """Waits for all lanes; a BSYNC, for those that passed its BSSY together."""
     if "COLLECTIVE" in x.modifiers:
-        raise Fault("a collective way that is for diverged lanes")
+        raise Fault("unsupported instruction: a collective WARPSYNC, which is for diverged lanes")
     w.pc[w.active] -= 1
     w.waiting |= w.active
     w.release()
@@ -36,7 +36,7 @@ def wait(w, x):
 def end(w, x):
     """Only lanes whose predicate operand is set exit."""
     if w.copies:
-        raise Fault("an asynchronous copy that nobody waited for")
+        raise Fault("the kernel ends before an asynchronous copy was waited for")
     ends = w.active
     for p in x.operands:
         ends = ends & w.predicate(p)
@@ -80,7 +80,7 @@ def shfl(w, x):
     w.whole()
     there, to, value, lane, within = x.operands
     if (w.value(within)[w.active] != (0 if "UP" in x.modifiers else 31)).any():
-        raise Fault("unknown instruction: a shuffle within parts of a warp")
+        raise Fault("unsupported instruction: a shuffle within segments of a warp")
     other = w.value(lane).astype(np.int64)
     kinds = {"BFLY": LANES ^ other, "IDX": other & 31, "UP": LANES - other, "DOWN": LANES + other}
     source = next(v for k, v in kinds.items() if k in x.modifiers).astype(np.int64)

@@ -8,7 +8,7 @@ from integers import COMPARE
 def _nowhere(predicates):
     """Raises a Fault if there is a carry."""
     if any(p.index >= 0 for p in predicates):
-        raise Fault("a carry of 64 bits")
+        raise Fault("unsupported instruction: a 64-bit operation with a carry")
 
 
 def _half(w, x, i):

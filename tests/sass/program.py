@@ -157,7 +157,7 @@ def _parameters(info: bytes) -> tuple[int, int]:
         if what == 0x0A:
             return struct.unpack_from("<HH", info, at + 4)
         at += value
-    raise ValueError("the cubin does not say where parameters lie")
+    raise ValueError("expected EIATTR_PARAM_CBANK in the cubin, got none")
 
 
 def load(cubin: Path, name: str, arch: int) -> Kernel:

@@ -27,7 +27,7 @@ FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-lineinfo", "-Icsrc", "-Icsrc/core
 
 def missing() -> str | None:
     """The first missing tool, if any."""
-    return next((f"wants {name}" for name in ("nvcc", "nvdisasm") if program.tool(name) is None), None)
+    return next((f"needs {name}" for name in ("nvcc", "nvdisasm") if program.tool(name) is None), None)
 
 
 def sets() -> list[str]:
