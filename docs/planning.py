@@ -61,7 +61,7 @@ The recommendation follows rules, based on this project's measurements (`kvcompr
 4. `--drafts` excludes formats that reduce the acceptance rate of speculative decoding by more than the noise (none did, see
    [speculative decoding](speculation.md)).
 
-The shipped models are very small. **Measure your own model**:
+The shipped models are very small. **Measure your own model:**
 ```
 kvcompress plan --measure MODEL TEXT --context 32k --quality high --out results
 ```
@@ -93,23 +93,23 @@ The closest format to each cache option of other engines, as documented in 2026:
 | engine | option | here | what differs |
 |---|---|---|---|
 | vLLM | `--kv-cache-dtype auto` | `raw` | the model's dtype |
-| vLLM | `--kv-cache-dtype fp8 (= fp8_e4m3)` | `fp8_e4m3` | one scale for all of K and of V, 1.0 unless calibrated; ours: a scale per token and head |
-| vLLM | `--kv-cache-dtype fp8_e5m2` | `fp8_e5m2` | no scale; ours: a scale per token and head |
+| vLLM | `--kv-cache-dtype fp8 (= fp8_e4m3)` | `fp8_e4m3` | one scale for all of K and of V, 1.0 unless calibrated; here a scale per token and head |
+| vLLM | `--kv-cache-dtype fp8_e5m2` | `fp8_e5m2` | no scale; here a scale per token and head |
 | vLLM | `--kv-cache-dtype fp8_per_token_head` | `fp8_e4m3` | the same granularity |
 | vLLM | `--kv-cache-dtype int8_per_token_head` | `int8` | the same granularity |
-| vLLM | `--kv-cache-dtype int4_per_token_head` | `int4_token` | not rotated, K not centred; `int4` here is both, for 0.25 bits more of K |
-| vLLM | `--kv-cache-dtype nvfp4` | `nvfp4` | ours without the second-level scale |
+| vLLM | `--kv-cache-dtype int4_per_token_head` | `int4_token` | not rotated, K not centred; `int4` does both, for 0.25 bits more per element of K |
+| vLLM | `--kv-cache-dtype nvfp4` | `nvfp4` | here without the second-level scale |
 | vLLM | `--kv-cache-dtype turboquant_k8v4` | `int8/int4` | other codes, about the same bits |
-| vLLM | `--kv-cache-dtype turboquant_4bit_nc` | `int4` | other codes; rotated alike, K not centred |
+| vLLM | `--kv-cache-dtype turboquant_4bit_nc` | `int4` | other codes; also rotated, K not centred |
 | SGLang | `--kv-cache-dtype auto` | `raw` | the model's dtype |
-| SGLang | `--kv-cache-dtype fp8_e4m3` | `fp8_e4m3` | one scale a tensor, from a file or 1.0 |
-| SGLang | `--kv-cache-dtype fp8_e5m2` | `fp8_e5m2` | one scale a tensor, from a file or 1.0 |
-| SGLang | `--kv-cache-dtype fp4_e2m1` | `mxfp4` | blocks of 16; ours of 32 dims (OCP MX), `nvfp4` of 16 |
-| TensorRT-LLM | `KvCacheConfig(dtype='auto')` | `raw` | what the checkpoint says |
-| TensorRT-LLM | `KvCacheConfig(dtype='fp8')` | `fp8_e4m3` | calibrated scale a tensor |
+| SGLang | `--kv-cache-dtype fp8_e4m3` | `fp8_e4m3` | one scale per tensor, from a file or 1.0 |
+| SGLang | `--kv-cache-dtype fp8_e5m2` | `fp8_e5m2` | one scale per tensor, from a file or 1.0 |
+| SGLang | `--kv-cache-dtype fp4_e2m1` | `mxfp4` | blocks of 16 dims; `mxfp4` has blocks of 32 (OCP MX), `nvfp4` of 16 |
+| TensorRT-LLM | `KvCacheConfig(dtype='auto')` | `raw` | the dtype of the checkpoint |
+| TensorRT-LLM | `KvCacheConfig(dtype='fp8')` | `fp8_e4m3` | a calibrated scale per tensor |
 | TensorRT-LLM | `KvCacheConfig(dtype='nvfp4')` | `nvfp4` | calibrated offline |
-| TensorRT-LLM | `int8 KV cache (trtllm-build)` | `int8` | calibrated scale a tensor |
-| transformers | `QuantizedCache('quanto', nbits=4)` | `int4_g32` | groups of 64 dims; decodes and quantizes anew all of the history |
+| TensorRT-LLM | `int8 KV cache (trtllm-build)` | `int8` | a calibrated scale per tensor |
+| transformers | `QuantizedCache('quanto', nbits=4)` | `int4_g32` | groups of 64 dims; dequantizes all tokens at every step, and requantizes all of them when its residual is full |
 | llama.cpp | `-ctk q8_0 -ctv q8_0` | `int8` | blocks of 32 dims: 8.5 bits |
 | llama.cpp | `-ctk q4_0 -ctv q4_0` | `int4_token` | blocks of 32 dims: 4.5 bits |
 """
@@ -117,7 +117,7 @@ The closest format to each cache option of other engines, as documented in 2026:
 FAQ = """# FAQ
 Made by `make docs`.
 
-## How much smaller does it get?
+## How much smaller is the cache?
 3.7 times with `int4` and 2 times with `int8`, compared with bf16, from a few thousand tokens on. Short contexts save less, because the
 newest page and the first tokens are not quantized ([picture](savings.png)). Ratios of 30 and more in tutorials count evicted tokens.
 
@@ -129,8 +129,8 @@ Contexts shorter than a page (64 tokens) are not quantized. With small eviction 
 Attention reads the cache; the rest of a step reads the weights. With one sequence of up to a few thousand tokens, the weights dominate.
 Without `kvcompress.enable(model)`, pages are dequantized at every step; check with `kvcompress doctor MODEL`.
 
-## Is perplexity not enough to see the damage?
-Yes: perplexity averages over many tokens that need no context. Look at KL and retrieval instead ([evaluation](evaluation.md)).
+## Is perplexity enough to judge quality?
+No: perplexity averages over many tokens that need no context. Use KL and retrieval instead ([evaluation](evaluation.md)).
 
 ## K or V: which takes fewer bits?
 Give K at least as many bits as V, especially where keys have a bias (Qwen2) or outlier channels. `int8/int4` means K/V.
@@ -140,7 +140,7 @@ Give K at least as many bits as V, especially where keys have a bias (Qwen2) or 
 ([formats](formats.md)). FP8 is for hardware that multiplies in FP8.
 
 ## Which tokens can be evicted?
-None, if questions are asked after the context was compressed: with half of the tokens, policies that look at attention find less than a
+None, if questions are asked after the context was compressed: with half of the tokens, policies that use attention find less than a
 quarter of the facts hidden in the shipped models' contexts, and a window finds only those inside it ([budgets](benchmarks.md)). For
 next-token prediction on plain text, a window with sinks is as good as any policy.
 
@@ -151,7 +151,7 @@ split into calls, because the tokens of the current call are attended to exactly
 ## Wrong figures in tutorials
 The correct values are computed in `docs/errata.py`. GB always means 10^9 bytes here, GiB 2^30.
 
-{slips}
+{errata}
 """
 
 
@@ -177,5 +177,5 @@ def write() -> None:
     example = str(plan("llama-3-70b", gpu="80GB", context="32k", isa="avx512bf16"))
     names = ", ".join(f"`{name}`" for name in models.names())
     (DOCS / "plan.md").write_text(PLAN.format(example=example, names=names))
-    (DOCS / "faq.md").write_text(FAQ.format(slips=errata.table()))
+    (DOCS / "faq.md").write_text(FAQ.format(errata=errata.table()))
     pictures()

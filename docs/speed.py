@@ -118,7 +118,7 @@ def peers(found: dict) -> str:
             for shape in names}  # fmt: skip
     for name in ("int8", "int4"):
         ours = (f"{best[shape] / ms[shape, 'kvcompress', name]:.1f}x" for shape in names)
-        lines.append([f"**the best of the others / `{name}`**", *ours])
+        lines.append([f"**fastest other system / `{name}`**", *ours])
     machine = NAMES.get(found["machine"], found["machine"])
     return f"On a {machine}, {found['threads']} threads, {found['rounds']} rounds:\n\n" + table(
         ["", *(f"{n} tokens" if n != "512 at 4K" else "chunk of " + n for n in names.values())], lines
@@ -129,8 +129,8 @@ def all_peers() -> str:
     found = [json.loads(path.read_text()) for path in sorted((RESULTS / "peers").glob("*.json"))]
     return (
         "## Comparison with other systems\n`make bench-peers`: the same shapes, alternating, lowest median "
-        "of all rounds, ms. A single copy of data, so that 8K tokens, on some machines all, are in the last-level "
-        "cache. Ratios are relative to the fastest of the others at any precision.\n\n"
+        "of all rounds, ms. There is a single copy of the data, so 8K tokens (on some machines all lengths) fit in the "
+        "last-level cache. Ratios are relative to the fastest of the others at any precision.\n\n"
         + "\n".join(peers(x) for x in found)
     )
 
@@ -144,8 +144,8 @@ def latent_peers(found: dict) -> str:
     return (
         f"Latents (MLA), on a {NAMES.get(found['machine'], found['machine'])}, {found['threads']} threads, lowest "
         f"median of {found['rounds']} rounds: {heads} query heads on one KV head of {dim} dims, whose first 512 are V, "
-        f"{tokens:,} tokens. ggml as used by llama.cpp: V is a view of K. Ours with the rotary part in `int8` (with "
-        "`raw`: bf16). OpenVINO and ONNX Runtime do not support it.\n\n"
+        f"{tokens:,} tokens. ggml as used by llama.cpp: V is a view of K. kvcompress stores the rotary part in `int8` "
+        "(with `raw`: in bf16). OpenVINO and ONNX Runtime do not support it.\n\n"
         + table(["", "MB", "ms", "`raw` is faster", "`int8`", "`int4`"], lines)
     )
 

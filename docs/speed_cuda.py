@@ -8,7 +8,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
-OURS = ("raw", "int8", "fp8_e4m3", "int8/int4", "int4", "int2")
+FORMATS = ("raw", "int8", "fp8_e4m3", "int8/int4", "int4", "int2")
 PEERS = {"flash": "torch, flash", "cudnn": "torch, cuDNN", "flex": "FlexAttention", "flashinfer": "FlashInfer",
          "flashinfer fp8": "FlashInfer, fp8"}  # fmt: skip
 
@@ -25,7 +25,7 @@ def picture(found: dict, path: Path, D: int = 128, B: int = 8) -> None:
         return
     B = B if any(row["B"] == B for row in rows) else max(row["B"] for row in rows)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
-    for name in (*OURS, *PEERS):
+    for name in (*FORMATS, *PEERS):
         points = sorted(
             (row["S"], row["us"] / 1e3) for row in rows if (row["name"], row["B"], row["D"]) == (name, B, D)
         )
@@ -35,7 +35,7 @@ def picture(found: dict, path: Path, D: int = 128, B: int = 8) -> None:
     left.set(xlabel="tokens", ylabel="ms a decode step", title=f"{found['device']}, {B} sequences, 8 KV heads of {D}")
     left.grid(alpha=0.3, which="both")
     left.legend(fontsize=8)
-    for name in OURS:
+    for name in FORMATS:
         points = sorted((row["us"] / 1e3, row["of read"]) for row in rows if row["name"] == name)
         right.semilogx(*zip(*points, strict=True), marker="o", markersize=3, linewidth=0.7, label=name)
     right.axhline(1, color="grey", linewidth=1)
@@ -62,7 +62,7 @@ read bf16, except for FlashInfer's fp8 (0.6.13, pages of 64 tokens). x: not run.
 
 def decode(rows: list[dict]) -> str:
     """A table of shapes by names."""
-    names = [*OURS, "flash", "cudnn", "flashinfer", "flashinfer fp8"]
+    names = [*FORMATS, "flash", "cudnn", "flashinfer", "flashinfer fp8"]
     found = {(row["B"], row["S"], row["name"]): row for row in rows if (row["D"], row["T"]) == (128, 1) and "us" in row}
     lines = [
         f"| sequences x tokens | {' | '.join(PEERS.get(name, name) for name in names)} |",
@@ -73,11 +73,11 @@ def decode(rows: list[dict]) -> str:
         said = (f"{row['us']:.0f} ({100 * row['of read']:.0f}%)" if row else "x" for row in cells)
         lines.append(f"| {B} x {S:,} | {' | '.join(said)} |")
     steps = sorted({(B, S) for B, S, name in found if name.endswith(" step")})
-    kinds = [name for name in OURS if f"{name} step" in {key[2] for key in found}]
+    kinds = [name for name in FORMATS if f"{name} step" in {key[2] for key in found}]
     if not steps:
         return "\n".join(lines)
-    lines += ["", "The same with a new token for each sequence, which is written first (two launches; by a "
-              "kernel for all calls, before decision 167):", "",
+    lines += ["", "The same with a new token per sequence, written by a separate launch before attention "
+              "(measured before decision 167, with the kernel that serves all kinds of writes):", "",
               f"| sequences x tokens | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]  # fmt: skip
     for B, S in steps:
         said = (
@@ -90,7 +90,7 @@ def decode(rows: list[dict]) -> str:
 def long_calls(rows: list[dict]) -> str:
     lines = ["| | TFLOP/s |", "|---|---|"]
     lines += [
-        f"| {row['name']} | {row['TFLOP/s']:.0f} |"
+        f"| {row['name'].replace(' ours', ' kvcompress')} | {row['TFLOP/s']:.0f} |"
         for row in rows
         if row["T"] > 1 and "us" in row and row["name"] != "read"
     ]
@@ -110,8 +110,9 @@ def page(found: dict) -> str:
     rows = found["rows"]
     read = max(row["GB/s"] for row in rows if row["name"] == "read")
     parts = [HEAD.format(read=read, **{key: found[key] for key in ("device", "torch", "cuda")}) + decode(rows),
-             "## Long calls\n2,048 tokens over 32,768 of one sequence: our kernels, torch's, and a whole layer with "
-             "torch's kernels\n(by default, and each separately) and with ours.\n\n" + long_calls(rows)]  # fmt: skip
+             "## Long calls\n2,048 tokens over 32,768 of one sequence: the kernels of kvcompress and of torch, and a "
+             "whole layer with\ntorch's kernels (the default; and each separately) and with those of kvcompress.\n\n"
+             + long_calls(rows)]  # fmt: skip
     for name, title in (
         ("generate-cuda", "`generate`, uncompiled"),
         ("generate-compiled-cuda", "`generate`, compiled to CUDA graphs"),

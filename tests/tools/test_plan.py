@@ -241,11 +241,11 @@ def test_measured_json_is_current():
     assert evidence.measured() == json.loads(json.dumps(evidence.condense(ROOT / "benchmarks" / "results")))
 
 
-def test_slips_are_named_and_computed():
+def test_errata_state_claim_and_correct_value():
     table = errata.table()
     for claim, truth in (("160 GB", "42.95 GB (40.00 GiB)"), ("0.33 GB", "1.34 GB"), ("1,720 GB", "2147.48 GB"),
                          ("31.2x", "19.8x"), ("4.0x", "3.88x")):  # fmt: skip
-        row = next(s for s in errata.slips() if claim in s.claim)
+        row = next(e for e in errata.entries() if claim in e.claim)
         assert truth in row.truth + row.why and row.claim in table
 
 
