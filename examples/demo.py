@@ -65,7 +65,7 @@ def cache_bytes(cache: object) -> int:
 
 
 class Clock(StoppingCriteria):
-    """Records the time of every generated token; never stops."""
+    """Records the time of every generated token; never stops the generation."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -77,7 +77,7 @@ class Clock(StoppingCriteria):
 
 @torch.inference_mode()
 def generate(model: torch.nn.Module, ids: torch.Tensor, kinds: list[str], bar: tqdm) -> dict[str, dict]:
-    """Each cache reads the passage, then all generate in turns of ROUND tokens, to share noise."""
+    """Each cache processes the passage; then all generate in turns of ROUND tokens, so that noise affects all."""
     caches = {kind: new_cache(model, kind) for kind in kinds}
     texts = dict.fromkeys(kinds, ids)
     steps: dict[str, list[float]] = {kind: [] for kind in kinds}

@@ -1,10 +1,10 @@
 """lm-evaluation-harness with a KVCache: its HuggingFace model and a local task, without changes to its calls.
 
-    pip install lm-eval        # or: pip install kvcompress[harness]
+    pip install lm-eval        # or install kvcompress with the extra `harness`
     python examples/harness/run.py [MODEL] [--formats int8 int4] [--limit N]
 
-`patch_generate` gives every `generate` of the model a cache of ours. Only tasks that generate (`generate_until`) have a
-cache to compress; for log-likelihoods, which the harness computes without one, there is `python -m kvcompress eval`.
+`patch_generate` makes every `generate` of the model use a KVCache. Only tasks that generate (`generate_until`) use a
+cache; the harness computes log-likelihoods without one: use `python -m kvcompress eval` for these.
 """
 
 from __future__ import annotations

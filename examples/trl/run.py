@@ -1,4 +1,4 @@
-"""Two steps of GRPO with TRL, whose trainer samples completions with a KVCache.
+"""Two steps of GRPO with TRL; its trainer samples completions with a KVCache.
 
 pip install trl && python examples/trl/run.py
 """

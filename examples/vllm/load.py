@@ -1,9 +1,9 @@
 """Load test of vLLM's server: python examples/vllm/load.py --format int8 --clients 64 --seconds 300
 
-Starts a server of its own on loopback (never another) with the shipped model. Every client asks for one completion
-after the other through the OpenAI API, as a stream; a tenth of the requests are dropped in mid-stream. Exits with 1 if
-an answer was lost, or a request or a block of the cache stays. The server's memory is printed: that of vLLM 0.32 grows
-by 2 MiB a second under such a load with its own cache too (--format vllm).
+Starts its own server on loopback with the shipped model. Each client requests one completion after another through the
+OpenAI API, as a stream; a tenth of the requests are cancelled in mid-stream. Exits with 1 if an answer was lost, or if
+a request or a block of the cache is still in use at the end. The server's memory is printed: that of vLLM 0.32 grows by
+2 MiB per second under such a load with its own cache too (--format vllm).
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def settled(port: int, seconds: float = 30) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--format", default="int8", help="of kvcompress; vllm: its own cache")
+    parser.add_argument("--format", default="int8", help="a format of kvcompress; vllm: vLLM's own cache")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--mib", type=int, default=32, help="of the cache: little, so that requests are preempted")
+    parser.add_argument("--mib", type=int, default=32, help="size of the cache; small, so that requests are preempted")
     args = parser.parse_args()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

