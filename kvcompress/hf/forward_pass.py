@@ -26,8 +26,8 @@ from .weights import check_weights
 
 _NAME = "_attn_implementation_internal"
 _UNEVEN = (
-    "KVCache: expected {} slots in each layer, got {} in layer {}: an exception broke off a forward pass (reset() the "
-    "cache, or use a copy made before), or a model with cross-attention has updated a layer twice (pass it "
+    "KVCache: expected {} slots in each layer, got {} in layer {}: an exception interrupted a forward pass (reset() "
+    "the cache, or use a copy made before), or a model with cross-attention has updated a layer twice (pass it "
     "transformers.EncoderDecoderCache(cache, DynamicCache()))"
 )
 _SAFER = "use int4 or kivi4, which subtract the mean, or int8"
