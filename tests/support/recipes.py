@@ -289,7 +289,7 @@ RECIPES: dict[str, tuple[dict[str, Change], str, str]] = {  # changes, the progr
     "Adding a format": (
         ADD_FORMAT, BUILD + FORMAT_WORKS.format(name="int4_g64", page="formats", test="int4_g64"), ""
     ),
-    "Changing what a page holds": (
+    "Changing the layout of a page": (
         ADD_LAYOUT, BUILD + FORMAT_WORKS.format(name="int8_front", page="concepts", test="laid_out"), ""
     ),
     "Adding an op": (ADD_OP, BUILD + OP_WORKS, ""),
