@@ -105,7 +105,7 @@ ADD_COMMAND = {
             "    p.set_defaults(run=shout)\n"
         ),
     ),
-    "docs/cli.md": after("| yes |\n| `demo` | the demonstration of the repository | yes |\n", "| `shout` | | no |\n"),
+    "docs/cli.md": after("(`examples/demo.py`) | yes |\n", "| `shout` | | no |\n"),
     "tests/tools/test_commands.py": lambda text: (
         text + "\n\ndef test_shout(capsys):\n"
         '    assert printed(capsys, "shout") == (0, "KVCOMPRESS\\n")\n'
