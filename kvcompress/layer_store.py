@@ -167,7 +167,8 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
             listener.on_cropped(seen)
 
     def select(self, index: Any) -> None:
-        """Row i of the new batch is row index[i] of the old one. Repeated rows share pages until one is written."""
+        """Row i of the new batch is row index[i] of the old one: int64 [rows], or bool [B]. Repeated rows share pages
+        until one is written."""
         select_rows([self], index)
 
     def repeat(self, n: int) -> None:

@@ -258,8 +258,9 @@ class KVCache(MovableCache, DisplayMixin):
         return super().is_initialized and (not paged or any(layer.get_seq_length() for layer in paged))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -tokens_to_remove slots. Raises ValueError and changes nothing if a sliding-window layer no
-        longer has the tokens of the earlier window (see `activate_past_recording`)."""
+        """Removes slots from the end. tokens_to_remove: their number as a negative int (-3: the last 3), as in
+        transformers. Raises ValueError and changes nothing if a sliding-window layer no longer has the tokens of the
+        earlier window (see `activate_past_recording`)."""
         tokens_to_remove = checks.cropped(tokens_to_remove)
         for layer in (x for x in self.layers if isinstance(x, SlidingPagedLayer)):
             layer.check_crop(tokens_to_remove)
@@ -287,7 +288,7 @@ class KVCache(MovableCache, DisplayMixin):
         self._rows("batch_repeat_interleave", repeats)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes row beam_idx[i] of the old batch."""
+        """Row i of the new batch is row beam_idx[i] of the old one. beam_idx: int64 [rows]."""
         self._rows("reorder_cache", beam_idx)
 
     def _rows(self, method: str, argument: Any) -> None:

@@ -11,8 +11,15 @@ from .cache import KVCache
 
 
 class H2OCache(KVCache):
-    """Keeps `budget` tokens per head (int, or float: share of all tokens so far): those with the most attention, and
-    the newest. See `policies.H2O`."""
+    """A KVCache with the policy H2O: keeps `budget` tokens per head, those with the most attention and the newest.
+
+    Args:
+        config: `model.config`.
+        budget, recent, sinks, score, heads: as in `policies.H2O`. budget: int, or float: share of all tokens so far.
+        key_or_format, options: as in KVCache. The default format is "raw".
+
+    Raises TypeError and ValueError as KVCache and H2O do.
+    """
 
     def __init__(
         self, config: PreTrainedConfig, budget: int | float, recent: int | None = None, sinks: int = 4, *,
@@ -22,8 +29,16 @@ class H2OCache(KVCache):
 
 
 class StreamingLLMCache(KVCache):
-    """Keeps the first `sinks` and the newest `window` tokens, with their original positions. See
-    `policies.StreamingLLM`."""
+    """A KVCache with the policy StreamingLLM: keeps the first `sinks` and the newest `window` tokens, at their original
+    positions.
+
+    Args:
+        config: `model.config`.
+        sinks, window: as in `policies.StreamingLLM`.
+        key_or_format, options: as in KVCache. The default format is "raw".
+
+    Raises TypeError and ValueError as KVCache and StreamingLLM do.
+    """
 
     def __init__(
         self, config: PreTrainedConfig, sinks: int = 4, window: int = 1020, *, key_or_format: str | None = "raw",

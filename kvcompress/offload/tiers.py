@@ -106,8 +106,8 @@ class Tiers(
     # ------------------------------------------------------------------ in and out
 
     def put(self, pool: Any, pieces: NDArray[np.int64]) -> Extent:
-        """Stores a copy of `pieces` (offset, bytes) of a pool, or of a `device_memory.Arena`. Raises MemoryError if the
-        budgets have no room, OSError if a file cannot be written; nothing is stored or lost then."""
+        """Stores a copy of `pieces` (int64 [n, 2]: offset, bytes) of a pool, or of a `device_memory.Arena`. Raises
+        MemoryError if the budgets have no room, OSError if a file cannot be written; nothing is stored or lost then."""
         size = int(pieces[:, 1].sum())
         with self.lock:
             direct = size > self.budgets["host_bytes"]  # too large for the host: straight to a file

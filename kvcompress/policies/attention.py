@@ -11,7 +11,11 @@ from .base import Policy, StoredTokens
 class TOVA(Policy):
     """Keeps the tokens with the most attention from the newest query, mean over heads (Oren et al., arXiv 2401.06104).
 
-    Evicts `slack` tokens at a time, by the query at that time. heads: "shared", as in the paper, or "each".
+    Evicts `slack` tokens at a time, by the query at that time; the paper evicts one token per step.
+
+    Args:
+        budget, sinks, slack: as in `policies.Policy`.
+        heads: "shared", as in the paper: all heads keep the same tokens. "each": by the attention of each head.
     """
 
     window = 1
@@ -29,6 +33,7 @@ class SnapKV(Policy):
     and the last `window` tokens (Li et al., arXiv 2404.14469).
 
     Args:
+        budget, sinks, slack: as in `policies.Policy`.
         window: number of last queries; their tokens are kept.
         kernel: size of the pooling kernel in tokens, odd.
     """

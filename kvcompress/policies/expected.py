@@ -18,6 +18,7 @@ class ExpectedAttention(Policy):
     model's RoPE, which a KVCache provides. An eviction costs Hq * Dk^2 multiply-adds per token.
 
     Args:
+        budget, sinks, slack: as in `policies.Policy`.
         queries: number of last queries for mean and covariance (padding counts).
         future: number of future positions.
         epsilon: added to the expected attention before the multiplication by the norm.

@@ -25,7 +25,8 @@ class H2O(Policy):
             exponential moving average; each new token multiplies older attention by `decay` (all tokens of a call
             weigh the same).
         heads: "each", or "shared": all heads keep the same tokens, by the mean score.
-        decay: decay factor of "ema".
+        decay: decay factor of "ema", in (0, 1].
+        slack: as in `policies.Policy`.
     """
 
     needs_attention = True
@@ -59,7 +60,10 @@ class H2O(Policy):
 
 
 class ScoreOnly(H2O):
-    """H2O without recent tokens: keeps the tokens with the most accumulated attention only."""
+    """H2O without recent tokens: keeps the tokens with the most accumulated attention only.
+
+    Arguments as in `policies.H2O`, without `recent`.
+    """
 
     def __init__(self, budget: int | float, sinks: int = 0, **options: Any) -> None:
         super().__init__(budget, 0, sinks, **options)

@@ -10,14 +10,20 @@ from .base import Policy, StoredTokens
 
 class KNorm(Policy):
     """Keeps the tokens with the smallest key norms, which tend to receive more attention (Devoto et al., arXiv
-    2406.11430)."""
+    2406.11430).
+
+    budget, sinks, recent, slack: as in `policies.Policy`.
+    """
 
     def score(self, stored: StoredTokens) -> Tensor:
         return -stored.key_norms()
 
 
 class KeyDiff(Policy):
-    """Keeps the tokens whose keys have the lowest cosine similarity to the mean key (Park et al., arXiv 2504.15364)."""
+    """Keeps the tokens whose keys have the lowest cosine similarity to the mean key (Park et al., arXiv 2504.15364).
+
+    budget, sinks, recent, slack: as in `policies.Policy`.
+    """
 
     def score(self, stored: StoredTokens) -> Tensor:
         return -stored.key_cosines()
@@ -31,7 +37,11 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 class Random(Policy):
-    """Keeps random tokens, as a baseline. Depends on `seed` and positions only, not on the batch."""
+    """Keeps random tokens, as a baseline (no paper). Depends on `seed`, layer, head and positions only, not on the
+    batch.
+
+    seed: int. budget, sinks, recent, slack: as in `policies.Policy`.
+    """
 
     def __init__(self, budget: int | float, seed: int = 0, sinks: int = 0, recent: int = 0, **options) -> None:
         super().__init__(budget, sinks=sinks, recent=recent, **options)

@@ -18,6 +18,14 @@ class RKV(SnapKV):
     score = weight * importance - (1 - weight) * redundancy. importance: attention of the last `window` queries,
     max-pooled over `kernel` tokens. redundancy: softmax over tokens of the mean cosine similarity to the other keys;
     only similarities above `similar` count, and that to the newest similar key does not.
+
+    Args:
+        budget, sinks, slack: as in `policies.Policy`.
+        window, kernel: as in SnapKV.
+        weight: weight of importance, 0 to 1.
+        similar: cosine similarity from which keys count as similar.
+
+    An eviction compares all pairs of keys of a head.
     """
 
     def __init__(

@@ -18,6 +18,9 @@ class StreamingLLM(Policy):
             in the paper, for sequences longer than the model was trained for: sinks are rotated next to the window when
             they are read; distances between queries and the window do not change. Needs the model's RoPE, which a
             KVCache provides.
+        slack: number of additional tokens before a row is evicted. Default: page_size.
+
+    Evicts sinks + window + slack tokens down to sinks + window.
     """
 
     heads = "shared"
@@ -34,7 +37,10 @@ class StreamingLLM(Policy):
 
 
 class SlidingWindow(StreamingLLM):
-    """Keeps the newest `window` tokens and frees whole pages."""
+    """Keeps the newest `window` tokens: StreamingLLM without sinks. Frees whole pages.
+
+    window, slack: as in `policies.StreamingLLM`.
+    """
 
     def __init__(self, window: int, *, slack: int | None = None) -> None:
         super().__init__(0, window, slack=slack)
