@@ -156,7 +156,7 @@ class CUDAGraphLayer:
             raise ValueError(
                 f"CUDAGraphLayer: expected the table of the capture, {self.shapes['rows'][:2]} rows and heads, a slot "
                 f"per token: {0 not in self.shapes['slots']}, up to {len(host['seals'])} seals, got "
-                f"{list(table.rows.shape[:2])}, {table.slots.size > 0}, {len(seals)}; record anew"
+                f"{list(table.rows.shape[:2])}, {table.slots.size > 0}, {len(seals)}; capture the graph again"
             )
         for name in _ARRAYS:
             x, to = getattr(table, name), host[name]

@@ -189,7 +189,8 @@ def _without_evicted(
     """The visibility mask, bool [B, Hq, q, kv], for a layer that has evicted tokens."""
     if not causal or (mask is not None and mask.dim() != 2):
         raise ValueError(
-            f"kvcompress: {type(module).__name__}: expected causal attention over a cache that evicts; {_HINT}"
+            f"kvcompress: {type(module).__name__}: expected causal attention for a cache that evicts, got a 4D mask or "
+            f"is_causal=False; {_HINT}"
         )
     q_length, kv_length = query.shape[2], key.shape[2]
     kept = F.pad(kept.to(query.device), (0, kv_length - kept.shape[2]), value=True)
@@ -201,7 +202,7 @@ def _without_evicted(
 def _refuse(module: torch.nn.Module, **given: Any) -> None:
     """Raises ValueError for an unsupported argument that would change the result."""
     if names := ", ".join(f"{name}=" for name, x in given.items() if x is not None):
-        raise ValueError(f"kvcompress: {type(module).__name__}: expected attention without {names}, got it; {_HINT}")
+        raise ValueError(f"kvcompress: {type(module).__name__}: expected attention without {names}, got some; {_HINT}")
 
 
 def _is_causal(module: torch.nn.Module, mask: torch.Tensor | None) -> bool:

@@ -109,7 +109,7 @@ class KVCache(MovableCache, DisplayMixin):
         each = pool is None and max_bytes == 0  # a limit is one of all layers
         pool = checks.pool(pool) or pools.for_pages(max_bytes=checks.integer("max_bytes", max_bytes, 0))
         if group is not None and max_length is not None:
-            raise ValueError("KVCache: expected group or max_length, got both; a compiled step joins no ranks")
+            raise ValueError("KVCache: expected group or max_length, got both; compiled steps do not support ranks")
         measured = _measured(text, calibration, group)
         slots = None if max_length is None else checks.integer("max_length", max_length, 1)
         common: dict[str, Any] = {
@@ -395,7 +395,7 @@ def _measured(text: PreTrainedConfig, calibration: Any, group: Any) -> Calibrati
     if calibration is None:
         return None
     if group is not None:
-        raise ValueError("KVCache: expected calibration or group, got both; leave one of the two out")
+        raise ValueError("KVCache: expected calibration or group, got both; omit one of the two")
     measured = Calibration.of(calibration)
     check_model(measured, text)
     return measured

@@ -73,7 +73,7 @@ def dense(cache: LayeredCache) -> DynamicCache:
     """A DynamicCache with the decoded contents of `cache`; see KVCache.to_dynamic_cache."""
     if any(isinstance(layer, PagedLayer) and layer.max_slots for layer in cache.layers):
         raise ValueError(
-            "to_dynamic_cache: expected a model without an indexer, got one, whose indexer keys a KVCache does "
+            "to_dynamic_cache: expected a model without an indexer, got one with an indexer, whose keys a KVCache does "
             "not store; run the prompt again with a DynamicCache"
         )
     twin = DynamicCache(config=cache.forward_pass.config)

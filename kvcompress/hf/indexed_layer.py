@@ -30,7 +30,7 @@ class IndexedPagedLayer(PagedLayer):
         if slots > self.max_slots:
             raise ValueError(
                 f"KVCache: expected at most {self.max_slots} slots, the config's index_topk, got {slots}: "
-                "beyond, the model's indexer selects tokens, and this cache does not store its keys; use transformers' "
+                "beyond that, the model's indexer selects tokens, and its keys are not stored here; use transformers' "
                 "DynamicCache, or fewer tokens"
             )
         self.given = self.get_mask_sizes(key_states.shape[2])[0]

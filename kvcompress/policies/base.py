@@ -236,7 +236,7 @@ class Policy:
     def score(self, stored: StoredTokens) -> Tensor:
         """Score of each token, float32 [B, H, N], or [B, 1, N] for all heads, on any device. The highest are kept. NaN
         raises ValueError."""
-        raise NotImplementedError(f"{type(self).__name__}: expected a policy with a score")
+        raise NotImplementedError(f"{type(self).__name__}: expected a policy that defines score(), got none")
 
     def protected(self, stored: StoredTokens) -> Tensor | None:
         """Tokens to keep regardless of score, besides `sinks` and `recent`: bool [B, H, N], or None."""

@@ -64,7 +64,7 @@ _AROUND: dict[str, tuple[str, Callable[[Policy, str], Policy]]] = {
         f"NAME@BUDGET,.. of {', '.join(NAMES)}", lambda policy, text: Chain(*_first(text, policy.sinks), policy)
     ),
     "protect": ("BEGIN-END,.. in tokens", lambda policy, text: Protect(policy, _spans(text))),
-    "demote": ('ever smaller formats as FORMATS["@"SHARE],..', lambda policy, text: Demote(policy, *_rungs(text))),
+    "demote": ('formats, largest first: FORMATS["@"SHARE],..', lambda policy, text: Demote(policy, *_rungs(text))),
     "watch": ("at least 1 cluster", lambda policy, text: Watch(policy, int(text))),
 }  # fmt: skip
 AROUND = tuple(_AROUND)

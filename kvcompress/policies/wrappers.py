@@ -158,7 +158,7 @@ class Demote(Wrapper):
         for above, below in zip(self.ladder, self.ladder[1:], strict=False):
             for a, b in zip(above, below, strict=True):
                 if formats.bits(b) > formats.bits(a) or b == "raw":
-                    raise ValueError(f"Demote: ladder: expected ever smaller formats, got {a!r} before {b!r}")
+                    raise ValueError(f"Demote: ladder: expected formats, largest first, got {a!r} before {b!r}")
 
 
 class Watch(Wrapper):

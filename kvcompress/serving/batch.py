@@ -116,7 +116,7 @@ class Batch(
 
 def _check(i: int, cache: Any, first: KVCache) -> None:
     if not isinstance(cache, KVCache):
-        raise TypeError(f"Batch: caches[{i}]: expected KVCaches, got {type(cache).__name__}")
+        raise TypeError(f"Batch: caches[{i}]: expected a KVCache, got {type(cache).__name__}")
     cache.forward_pass.check_there()
     if cache.pool is not first.pool or cache.forward_pass.config is not first.forward_pass.config:
         raise ValueError(

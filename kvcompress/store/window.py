@@ -80,8 +80,8 @@ class SlidingWindow:
         """Raises ValueError if the layer cannot be cropped to `seen` slots."""
         if 0 < seen < self.back:
             raise ValueError(
-                f"crop: expected at least {self.back} slots to stay, or none, got {seen}: the window of {self.window} "
-                "slots before it was freed; call activate_past_recording() before, to keep it"
+                f"crop: expected to keep 0 or at least {self.back} slots, got {seen}: earlier slots that a window of "
+                f"{self.window} needs were freed; call activate_past_recording() before adding tokens to be cropped"
             )
 
     def on_cropped(self, seen: int) -> None:

@@ -176,7 +176,7 @@ def test_an_eviction_wants_a_new_recording(monkeypatch):
     keep[:, :4] = True
     pair.both(lambda kv: kv.evict(keep))
     before = content(pair.far)
-    with pytest.raises(ValueError, match="record anew"), pair.graph_layer.step():
+    with pytest.raises(ValueError, match="capture the graph again"), pair.graph_layer.step():
         raise AssertionError("a step that cannot be")
     assert all(np.array_equal(a, b) for a, b in zip(content(pair.far), before, strict=True))
     pair.record()

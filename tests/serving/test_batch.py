@@ -198,7 +198,7 @@ def test_a_sequence_that_cannot_be_admitted_concerns_itself_alone():
                     torch.equal(x, y) for a, b in zip(before, after, strict=True) for x, y in zip(a, b, strict=True)
                 )
             assert guest.get_seq_length() == 0
-            with pytest.raises(TypeError, match=r"caches\[1\]: expected KVCaches, got str"):
+            with pytest.raises(TypeError, match=r"caches\[1\]: expected a KVCache, got str"):
                 Batch([caches[0], "another"])
         outs.append(torch.cat([out, run(m, caches, tokens, [(1, 1)] * 20)]))
         pool.check()

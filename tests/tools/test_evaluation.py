@@ -349,7 +349,7 @@ def test_store_survives_a_torn_line(tmp_path):
     with Store(path) as store:
         store.put({"a": 1}, [1.5])
         store.put({"a": 2}, [2.5])
-        with pytest.raises(ValueError, match="finished already"):
+        with pytest.raises(ValueError, match="expected a cell that is not finished"):
             store.put({"a": 2}, [0])
         with pytest.raises(RuntimeError, match="another process"):
             Store(path)

@@ -125,7 +125,7 @@ def test_braces_make_a_grid():
         ("int8+h2o:9+pyramid:0.5", "pyramid: expected a ratio of at least 1"),
         ("int8+h2o:9+chain:best@9", "chain: expected NAME@BUDGET"),
         ("int8+h2o:9+protect:9", "protect: expected BEGIN-END"),
-        ("int8+h2o:9+demote:int4,int8", "ever smaller formats"),
+        ("int8+h2o:9+demote:int4,int8", "formats, largest first"),
         ("int8+h2o:9+watch:0", "watch: expected at least 1 cluster"),
         ("dynamic+sinks:4", "expected options out of"),
         ("int8+sinks", "NAME:INTEGER"),

@@ -38,7 +38,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.measure:
         return _measure(args)
     if args.config is None:
-        raise ValueError("plan: expected --config MODEL (a name, a config.json or its folder); --list shows the names")
+        raise ValueError("plan: expected --config MODEL (a name, a config.json or its folder), got none; see --list")
     from ..plan import plan as make
 
     options: dict[str, Any] = {
@@ -178,7 +178,7 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
         "--parameters",
         type=float,
         metavar="N",
-        help="number of parameters, such as 70.6e9, if the config does not tell",
+        help="number of parameters, such as 70.6e9, if the config does not contain it",
     )
     p.add_argument(
         "--prefix", type=int, default=0, metavar="TOKENS", help="length of the prefix shared by all requests"
@@ -207,7 +207,7 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(),
         metavar="K/V",
-        help="for --measure: ever smaller formats to try for each layer",
+        help="for --measure: formats to try for each layer, the largest first",
     )
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     p.set_defaults(run=plan)

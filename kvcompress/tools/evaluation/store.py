@@ -65,7 +65,7 @@ class Store:
         """Stores the result of a cell; it is on disk when this returns."""
         name = cell_id(what)
         if name in self._results:
-            raise ValueError(f"evaluate: cell {what} is finished already")
+            raise ValueError(f"evaluate: expected a cell that is not finished, got {what}")
         self._results[name] = result
         if self._file is not None:
             line = json.dumps({"cell": what, "id": name, "result": result}) + "\n"

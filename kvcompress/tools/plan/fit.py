@@ -29,7 +29,7 @@ def weights(model: Model, bits: float) -> int:
     of parameters is unknown."""
     if model.parameters is None:
         raise ValueError(
-            f"plan: {model.name}: expected the number of parameters (--parameters), which its config does not tell"
+            f"plan: {model.name}: expected the number of parameters (--parameters), which its config lacks"
         )
     return round(model.parameters * bits / 8)
 

@@ -180,8 +180,8 @@ def search(
         quality: maximum KL, see `choices.floor_of`.
         budgets: shares of tokens for H2O to keep, tried with the chosen formats.
         calibration: calibration file of the model, used by all strategies.
-        steps: ever smaller formats or K/V pairs to try for each layer. Default: STEPS, or CALIBRATED_STEPS with a
-            calibration.
+        steps: formats or K/V pairs to try for each layer, the largest first. Default: STEPS, or CALIBRATED_STEPS with
+            a calibration.
         settings: of `evaluate`: context of a window as `window`, scored, windows, chunk, seed.
 
     Returns a `Search`. Raises ValueError for a model without full-attention layers, and as `evaluate`.
