@@ -71,7 +71,7 @@ def test_heads_of_different_lengths(heads):
 
 
 @pytest.mark.parametrize("columns", [[130] * 8, RAGGED[8], RAGGED[17]], ids=str)
-def test_who_takes_what_does_not_matter(columns):
+def test_results_do_not_depend_on_threads(columns):
     every, results = Heads(columns), []
     try:
         for threads in (1, 2, 3, 5):

@@ -117,7 +117,7 @@ def test_pages_of_a_part_of_weights_and_a_half(key):
 
 
 @pytest.mark.parametrize("options", [{"window": 70}, {"softcap": 5.0}, {"s_aux": torch.linspace(-2, 2, 9)}])
-def test_what_attention_takes(options):
+def test_attention_options(options):
     check(drive(Store("int8", "int8", H=1, D=128, Dv=32), [100, 1, 40], 9, **options), 5e-3)
 
 
@@ -131,7 +131,7 @@ def test_pads_and_rows_of_their_own(key):
 
 
 @pytest.mark.parametrize("page_size, sinks", [(16, 0), (32, 20), (256, 4)])
-def test_other_pages(page_size, sinks):
+def test_page_sizes_and_sinks(page_size, sinks):
     store = Store("int8", "int8", H=1, D=64, Dv=16, page_size=page_size, sinks=sinks)
     check(drive(store, [300, 1, 17], 6), 5e-3)
 

@@ -205,7 +205,7 @@ def test_the_same_as_a_layer_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", ["raw", "int8", "int4", "int2"])
-def test_drafts_that_are_taken_back(name):
+def test_rejected_drafts(name):
     """Only pages that can no longer be rejected are sealed; in the end they hold the accepted tokens."""
     generator = torch.Generator().manual_seed(3)
     engine = Engine(name, ring=2, pages=2)

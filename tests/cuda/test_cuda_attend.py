@@ -124,7 +124,7 @@ def test_half_models(key, dtype):
 @pytest.mark.parametrize("key,little", [
     ("int4", 0), ("int4", 4e-33), ("int2", 2e-32), ("int4", 1e-18), ("int8", 0), ("fp8_e4m3", 1e-30), ("nvfp4", 0),
 ])  # fmt: skip
-def test_tokens_of_zeros(key, little):
+def test_padding_tokens_with_k_and_v_of_zero(key, little):
     """Models whose padding embeds as zeros, or nearly: such tokens set no unit that other tokens' sums would
     overflow."""
     store = Store(key, key, D=32, page_size=16, twin=Twin(formats=formats_of(key)))
@@ -142,7 +142,7 @@ def test_tokens_of_zeros(key, little):
     ("raw", "raw", 128, 64, 100, {}), ("int8", "int8", 128, 48, 228, {}),
 ])  # fmt: skip
 @pytest.mark.parametrize("order", [2026, 2027])
-def test_pages_that_come_by_copies(key, value, D, page_size, shared, options, order):
+def test_pages_loaded_by_asynchronous_copies(key, value, D, page_size, shared, options, order):
     """Pages of multiples of 32 tokens that all rows see, if two blocks fit a multiprocessor: copied once each. Copies
     complete as late as possible, and as early as possible."""
     dtype, twin, T = torch.float16, Twin(shared=shared << 10, order=order), 11 * page_size + 9
@@ -165,7 +165,7 @@ def test_pages_that_come_by_copies(key, value, D, page_size, shared, options, or
     (128, 4, 39, 64, 1, {}, 0), (128, 8, 34, 64, 1, {"window": 900}, 6), (64, 2, 70, 64, 6, {}, -6),
     (128, 1, 9, 128, 1, {}, 0),
 ])  # fmt: skip
-def test_pages_of_two_bits_by_eights(D, group, pages, page_size, processors, options, grows):
+def test_pages_of_few_bits_in_groups_of_eight(D, group, pages, page_size, processors, options, grows):
     """More than eight pages per warp, and fewer; partly visible; V's scales and weights that grow or shrink by 2^12."""
     dtype = torch.float16
     twin = Twin(formats=formats_of("int2", dtype=dtype), processors=processors)
@@ -269,7 +269,7 @@ def test_page_per_head_tables_and_slots():
 
 
 @pytest.mark.parametrize("key", ["raw", "int8", "int4_g32"])
-def test_numbers_that_are_none(key):
+def test_nan_and_inf(key):
     """NaN in a query gives NaN in its rows only; in k or v it is flagged, and stored as 0."""
     store = Store(key, key, D=32)
     q, k, v = data(1, 4, 80, 32, 1), data(1, 2, 80, 32, 2), data(1, 2, 80, 32, 3)

@@ -55,7 +55,7 @@ def test_random_pages_equal_the_cpus(seed, order):
         assert torch.equal(got, ops.pack(k, v, key, value, size)), (key, value, D, Dv, size, dtype)
 
 
-def test_numbers_that_are_none_are_flagged_and_stored_as_zero():
+def test_nan_and_inf_are_flagged_and_stored_as_zero():
     k = torch.randn(1, 1, 64, 64)
     k[0, 0, 5, 7], k[0, 0, 9, 1] = torch.nan, torch.inf
     twin = Twin()

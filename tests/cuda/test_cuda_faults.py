@@ -237,7 +237,7 @@ def test_a_device_is_not_prepared_inside_a_capture(tmp_path):
 
 
 @pytest.mark.parametrize("key, value", [("raw", "int8"), ("int4", "int4"), ("kivi2", "nvfp4"), ("fp8_e4m3", "raw")])
-def test_numbers_of_tokens(key, value):
+def test_score_tokens_equals_float64(key, value):
     kv = filled(4 + 16 * 6 + 5, key=key, value=value, batch=2)
     H, D = kv.num_kv_heads, kv.head_dim
     keep = torch.rand(2, H, kv.seen, generator=torch.Generator().manual_seed(2)) < 0.7

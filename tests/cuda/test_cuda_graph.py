@@ -183,7 +183,7 @@ def test_an_eviction_wants_a_new_recording(monkeypatch):
     pair.step(3)
 
 
-def test_what_cannot_be_recorded():
+def test_invalid_captures_raise():
     far, near = pair_of(key="int8")
     with pytest.raises(ValueError, match="expected a layer with all of its pages on a GPU"):
         CUDAGraphLayer(near, 100)
@@ -206,7 +206,7 @@ def test_what_cannot_be_recorded():
         pass
 
 
-def test_the_memory_stays_or_says_so():
+def test_captured_memory_does_not_move():
     """A captured call reads the arena at its old address; if that would have to grow, an error is raised, and nothing
     is lost."""
     with Elsewhere():
@@ -293,7 +293,7 @@ def test_one_copy_a_step(monkeypatch):
 
 @pytest.mark.parametrize("key", ["raw", "int4"])
 @pytest.mark.parametrize("page_size,slots", [(16, 40), (64, 4096), (64, 100_000)])
-def test_room_is_enough(key, page_size, slots):
+def test_reserved_extent_is_enough(key, page_size, slots):
     with Elsewhere():
         kv = PagedKV(2, 32, key=key, batch=3, page_size=page_size)
     kv.page_store.table.reserve(slots)
@@ -370,7 +370,7 @@ def test_a_compiled_model_on_a_gpu(key):
     ops.check(DEVICE)
 
 
-def test_steps_that_cannot_be():
+def test_invalid_steps_raise():
     m = select(model("llama"), "kvcompress")
     with pytest.raises(ValueError, match="step: expected max_length"), cache_of(m, "int8").step():
         pass

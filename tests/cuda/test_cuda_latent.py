@@ -64,7 +64,7 @@ def test_latents_in_half_precision(key, value, dtype):
 
 @pytest.mark.parametrize("options", [{"window": 40}, {"window": -48}, {"softcap": 2.0},
                                      {"s_aux": torch.linspace(-2, 2, 9)}])  # fmt: skip
-def test_what_attention_takes(options):
+def test_attention_options(options):
     if options.get("window", 0) < 0:  # chunked attention, which the reference of latents does not support
         store = Store("int8", "int8", H=1, D=272, Dv=16)
         return check_heads(run_heads(store, [100, 1, 30, 1], 3, **options), BOUND["int8"])
@@ -146,7 +146,7 @@ def test_wide_rows_are_quantized_as_on_the_cpu(name):
     assert torch.equal(Twin().dequantize(codes, scales, code), ops.dequantize(*want, name))
 
 
-def test_numbers_that_are_none():
+def test_nan_and_inf():
     """NaN in a query gives NaN in its rows only; in k it is flagged, and stored as 0."""
     store, twin = latents("int8", "int8", D=64, Dv=16), Twin()
     q, k, v = data(1, 4, 40, 80, 1), data(1, 1, 40, 64, 2), data(1, 1, 40, 16, 3)

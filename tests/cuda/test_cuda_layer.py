@@ -73,7 +73,7 @@ def test_a_life_with_evictions(key, value, page_size):
 
 
 @pytest.mark.parametrize("key,value,page_size", [("int8", "int4", 64), ("raw", "raw", 64), ("int8", "int4", 16)])
-def test_pages_that_lie_elsewhere(key, value, page_size):
+def test_table_on_host_pages_in_device_arena(key, value, page_size):
     """As on a GPU: the table on the host, pages in a separate arena that grows. Beams that share open pages, which a
     call may fill and seal at once."""
     layers = [PagedKV(2, 32, key=key, value=value, batch=2, page_size=page_size, pool=_C.Pool()) for _ in range(2)]
@@ -127,7 +127,7 @@ def test_the_same_tokens_are_chosen(width):
             assert torch.equal(got, ops.select(scores, slots, p, line))
 
 
-def test_scores_that_are_none_are_flagged():
+def test_nan_scores_are_flagged():
     twin = Twin()
     scores = torch.zeros(1, 1, 9)
     scores[0, 0, 4] = torch.nan
@@ -135,7 +135,7 @@ def test_scores_that_are_none_are_flagged():
     assert twin.flags == SCORE
 
 
-def test_moves_that_are_none_are_flagged_and_harm_nothing():
+def test_invalid_moves_are_flagged_and_ignored():
     arena = torch.randint(0, 256, (4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     good = 3 << 8 | 3
     moves = torch.tensor(

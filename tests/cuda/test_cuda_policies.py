@@ -114,7 +114,7 @@ LIVES = [("raw", name) for name in CASES] + [
 
 
 @pytest.mark.parametrize("key,name", [pytest.param(*x, marks=() if x[1] in QUICK else pytest.mark.full) for x in LIVES])
-def test_a_life(key, name):
+def test_policies_over_random_operations(key, name):
     """Padding, prompts, single tokens, a crop, reordered rows, a copy; evictions in between."""
     policy = CASES[name]
     exact = key == "raw" and not policy.ladder
@@ -177,7 +177,7 @@ def test_a_layer_that_moves(name):
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "streaming in the cache", "watch"])
-def test_what_files_keep(name):
+def test_saved_layers_continue(name):
     """Saved from the device and loaded to another layer there, which continues like the first one."""
     generator = torch.Generator().manual_seed(5)
     options = {"key": "int8", "batch": 1, "page_size": PAGE, "rope": SPEED, "policy": CASES[name], "device": FAR}

@@ -80,7 +80,7 @@ def test_scales_of_any_sign(scale):
     assert len(list(run(of, [90, 40], 2, dtype=torch.float16))) == 2  # each compared with the CPU
 
 
-def test_numbers_that_are_none():
+def test_nan_in_a_query():
     """NaN in a query gives NaN in its row only."""
     of, dtype = store("int4", "int4", torch.float16, D=64, H=1), torch.float16
     q, k, v = data(1, 2, 80, 64, 1, dtype), data(1, 1, 80, 64, 2, dtype), data(1, 1, 80, 64, 3, dtype)
@@ -109,7 +109,7 @@ def test_accumulated_attention_equals_the_cpus():
     ("int8", torch.float16, 128, 64, 32, False),
     ("nvfp4", torch.float16, 64, 64, 32, False),
 ])  # fmt: skip
-def test_who_takes_the_call(key, dtype, D, Dv, T, long):
+def test_which_kernels_handle_a_call(key, dtype, D, Dv, T, long):
     """These kernels take long calls of supported formats and heads; others use those of decode."""
     names = []
 

@@ -130,7 +130,7 @@ def test_long_calls(spy, key, value, dtype):
 
 
 @pytest.mark.parametrize("sinks,page_size,batch", [(0, 16, 1), (20, 16, 1), (4, 64, 3)])
-def test_other_pages(spy, sinks, page_size, batch):
+def test_page_sizes_and_sinks(spy, sinks, page_size, batch):
     with a_device():
         kv = layer(sinks=sinks, page_size=page_size, batch=batch)
         for i, T in enumerate((3, 200, 1, 129)):
@@ -197,7 +197,7 @@ def test_the_op_attends(spy, name):
     ({"policy": policies.SnapKV(200, 16)}, {}),
     ({"policy": policies.KNorm(1000)}, {}),
 ])  # fmt: skip
-def test_what_sees_all(spy, options, call):
+def test_calls_in_which_every_query_sees_the_past(spy, options, call):
     """Windows as long as the past; policies that need no attention of the call, before they evict."""
     with a_device():
         kv, least = layer(**options), []
@@ -241,7 +241,7 @@ def test_a_failure_changes_nothing(spy, error, where):
     (0, None), (2, torch.OutOfMemoryError("none left")), pytest.param(2, None, marks=pytest.mark.full),
     pytest.param(0, torch.OutOfMemoryError("none left"), marks=pytest.mark.full),
 ])  # fmt: skip
-def test_the_op_goes_on(spy, where, answer):
+def test_fallback_to_the_op(spy, where, answer):
     """If no kernel supports a part, or memory is exhausted."""
     with a_device():
         kv = layer()
@@ -254,7 +254,7 @@ def test_the_op_goes_on(spy, where, answer):
 
 
 @pytest.mark.parametrize("stored", [0, 150])
-def test_numbers_that_are_none(spy, stored):
+def test_nan_and_inf(spy, stored):
     """NaN or Inf in a query is NaN in its row only; in K it is flagged."""
     with a_device():
         kv = layer()

@@ -77,7 +77,7 @@ def test_no_kernel_is_left_out():
 
 @pytest.mark.parametrize("source,arch", [("attend128", arch) for arch in ALL] + [
     (source, arch) for source in ("attend64", "attend256") for arch in ("80", "90")])  # fmt: skip
-def test_what_attention_becomes(source, arch, tmp_path):
+def test_attention_kernels_use_tensor_cores_and_hardly_spill(source, arch, tmp_path):
     """Tensor cores take fp16 and bf16, words are loaded 16 bytes at a time, hardly anything spills."""
     for name, (sass, spilled, _) in compiled(source, arch, tmp_path / "attend.cubin").items():
         assert "HMMA.16816.F32" in sass and "IMMA" not in sass, name
@@ -88,7 +88,7 @@ def test_what_attention_becomes(source, arch, tmp_path):
 
 @pytest.mark.parametrize("arch", ["80", "90", "120"])
 @pytest.mark.parametrize("source", [name for name in KERNELS if not re.match(r"attend\d", name)])
-def test_what_the_others_become(source, arch, tmp_path):
+def test_other_kernels_do_not_spill(source, arch, tmp_path):
     """Everything in registers."""
     for name, (sass, spilled, stack) in compiled(source, arch, tmp_path / "other.cubin").items():
         assert max(spilled, stack) <= LOCAL.get(name, 0), f"{name}: {spilled} bytes spilled, {stack} of local memory"

@@ -55,7 +55,7 @@ EVERY_COMMIT = (("int4", 64), ("raw", 64))  # nvfp4 takes 20 seconds
         for counters in (0, 1, 64)
     ],
 )
-def test_rows_that_are_cut_up(key, dtype, counters):
+def test_rows_split_into_runs(key, dtype, counters):
     """The run with the token's column writes it, the last run merges all; counters are 0 after each call
     (Twin.record). With too few counters, or none, the token is written by a separate launch."""
     noted = Noted(key, processors=16, counters=counters)
@@ -106,7 +106,7 @@ def prepared():
     return store, arena, table, rows
 
 
-def test_room_for_seals_that_are_none():
+def test_empty_seal_pairs():
     """As in a captured call."""
     store, arena, table, rows = prepared()
     want, here = arena.clone(), arena.clone()
@@ -148,7 +148,7 @@ ROOM = torch.full((3, 2), -1, dtype=torch.int64)
 
 @pytest.mark.parametrize("seals", [NO_SEALS, ROOM])
 @pytest.mark.parametrize("how", ["not raw", "none", "outside", "short"])
-def test_pages_that_take_no_token(how, seals):
+def test_invalid_pages_are_flagged_and_not_written(how, seals):
     """Flagged, and nothing is written."""
     store, arena, table, rows = prepared()
     before, column = arena.clone(), 1 + (31 - 4) // 16
@@ -168,7 +168,7 @@ def test_pages_that_take_no_token(how, seals):
 
 @pytest.mark.parametrize("seals", [NO_SEALS, ROOM])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_what_is_not_finite(dtype, seals):
+def test_nan_and_inf(dtype, seals):
     noted = Noted("int8")
     store = Store("int8", "int8", H=1, D=64, page_size=16, dtype=dtype, twin=noted.twin)
     list(run(store, [20], 1, dtype=dtype))

@@ -67,7 +67,7 @@ def test_mma_follows_the_fragment_tables(what):
         (3 * 2.0**-24, 8, 2, 2 + 2.0**-20),  # truncated, not rounded
     ],
 )
-def test_mma_cuts_off_as_tensor_cores_do(x, n, there, want):
+def test_mma_truncates_as_tensor_cores_do(x, n, there, want):
     """For n products x * 1 and an accumulator, all in lane 0's row and column."""
     a, b, d = np.zeros((32, 4), np.uint32), np.zeros((32, 2), np.uint32), np.zeros((32, 4), np.float32)
     half, one = (int(np.array(v, np.float16).view(np.uint16)) for v in (x, 1))

@@ -74,7 +74,7 @@ def test_batches_as_on_the_cpu(name, options, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_decode_steps_that_say_so(name, monkeypatch):
+def test_single_token_batches_take_one_pass(name, monkeypatch):
     """At most one token per sequence: a single pass; sequences without a token are unchanged."""
     pair = pair_of(name, 5)
     step(pair, monkeypatch, [62, 1, 200, 63, 64])
@@ -84,7 +84,7 @@ def test_decode_steps_that_say_so(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_drafts_that_are_taken_back(name, monkeypatch):
+def test_rejected_drafts(name, monkeypatch):
     generator = torch.Generator().manual_seed(3)
     pair = pair_of(name, 3, ring=2)
     step(pair, monkeypatch, [100, 62, 7], drafts=[0, 0, 0])
@@ -189,7 +189,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("flag,change,only", BAD, ids=range(len(BAD)))
-def test_what_cannot_be_is_flagged_and_touches_nobody_else(flag, change, only, monkeypatch):
+def test_invalid_indices_are_flagged_and_affect_no_other_sequence(flag, change, only, monkeypatch):
     """Invalid indices and lengths that the host cannot see: nothing out of bounds, and other sequences are
     unaffected."""
     far, near = pair_of("int4", 3)

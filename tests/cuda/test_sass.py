@@ -129,7 +129,7 @@ COPY = (
 SUM = "LDS R6, [R1]\nIADD3 R6, R6, R6, RZ\nSTG.E desc[UR4][R4.64], R6\nEXIT"
 
 
-def test_copies_come_when_they_are_waited_for():
+def test_asynchronous_copies_complete_when_waited_for():
     """The first of two groups, behind which memory changes: a copy is what was there when its group was waited for."""
     memory = np.arange(32, dtype=np.uint32)
     at, regions = memory.ctypes.data, [(memory.ctypes.data, memory.nbytes)]
@@ -331,7 +331,7 @@ def test_where_a_launch_finds_its_sizes():
         assert (stored(f"LDCU UR6, c[0x0][{size:#x}]\nMOV R4, UR6", 1, parameters) == 32).all()
 
 
-def test_lanes_that_part_meet_where_they_said():
+def test_diverged_lanes_reconverge_at_bsync():
     """The way of some lanes lies behind the place where all meet, as compilers put what is rare."""
     text = """ISETP.GE.AND P0, PT, R0, 0x5, PT
         ISETP.EQ.AND P1, PT, R0, 0x3, PT
@@ -357,7 +357,7 @@ def test_lanes_that_part_meet_where_they_said():
         stored(text.format("", "@P1 WARPSYNC.ALL\n        "), 1)
 
 
-def test_an_end_of_some_lanes():
+def test_exit_of_some_lanes():
     """Both its guard and its operand must hold."""
     text = """ISETP.GE.AND P0, PT, R0, 0x5, PT
         ISETP.GE.AND P1, PT, R0, 0x9, PT

@@ -37,23 +37,23 @@ def test_choices_and_flags(machines, arch):
     """Ties, zeros of both signs, what is protected; scores that are none."""
     machines(arch, "choose_kernel")
     test_cuda_layer.test_the_same_tokens_are_chosen(7)
-    test_cuda_layer.test_scores_that_are_none_are_flagged()
+    test_cuda_layer.test_nan_scores_are_flagged()
     assert machines.ran() == {"kvc_choose_kernel"}
 
 
-def test_moves_that_are_none(machines):
+def test_invalid_moves(machines):
     machines("90", "(anew|move)_kernel")
-    test_cuda_layer.test_moves_that_are_none_are_flagged_and_harm_nothing()
+    test_cuda_layer.test_invalid_moves_are_flagged_and_ignored()
     assert machines.ran() == {"kvc_anew_kernel", "kvc_move_kernel"}
 
 
-def test_numbers_of_tokens(machines):
+def test_score_tokens(machines):
     machines("90", "score_kernel")
-    test_cuda_faults.test_numbers_of_tokens("raw", "int8")
+    test_cuda_faults.test_score_tokens_equals_float64("raw", "int8")
     assert machines.ran() == {"kvc_score_kernel"}
 
 
-def test_what_attention_took(machines):
+def test_accumulated_attention(machines):
     """Accumulated attention of a decode step, of weights that attention left, and of more rows by its own kernel."""
     H, G, D, tokens = 1, 4, 64, 70
     machine = machines("90", "(attend_int8_64|kept_kernel|accumulate_any_64)")(formats=1 << 3)

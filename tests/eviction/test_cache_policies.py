@@ -133,7 +133,7 @@ def test_what_other_attention_cannot_do_is_refused():
 
 
 @pytest.mark.parametrize("implementation,T", [("sdpa", 2), ("eager", 1)])
-def test_layers_that_keep_other_numbers_of_tokens_want_our_attention(implementation, T):
+def test_uneven_layers_need_kvcompress_attention(implementation, T):
     """Transformers makes one mask for all layers, so other attention raises. Nothing is lost: our attention continues
     with the same cache."""
     m = select(copy.deepcopy(model("llama")), implementation)
@@ -160,7 +160,7 @@ def test_one_query_at_a_time_needs_no_mask():
         torch.testing.assert_close(g, w, rtol=1e-3, atol=1e-3)
 
 
-def test_drafts_by_head_want_our_attention():
+def test_drafts_with_per_head_policies_need_kvcompress_attention():
     """Except for a single head in a single layer: after a crop, heads have different numbers of tokens."""
     config = copy.deepcopy(model("llama").config)
     config._attn_implementation, config.num_key_value_heads = "sdpa", 1
@@ -217,7 +217,7 @@ def test_the_peak_falls_when_the_prompt_comes_in_chunks(monkeypatch):
     assert peak[64] < 0.6 * peak[None] < 0.6 * 0.6 * plain.pool.stats()["used"]
 
 
-def test_layers_may_have_policies_of_their_own_and_ours_count_layers():
+def test_policies_by_layer():
     m = select(copy.deepcopy(model("llama")), "kvcompress")
     cache = cache_of(
         m, "int8", policy=policies.PyramidBudget(H2O(60), 2), per_layer={1: {"policy": StreamingLLM(4, 20)}}
@@ -243,7 +243,7 @@ def test_caches_by_the_names_of_tutorials():
 
 
 @pytest.mark.parametrize("policy", [StreamingLLM(4, 252), H2O(256)], ids=repr)
-def test_flat_over_twenty_thousand_tokens(policy):
+def test_memory_is_constant_over_twenty_thousand_tokens(policy):
     """Bytes, pages and resident memory, for a single layer."""
     kv = PagedKV(2, 32, key="int8", policy=policy)
     held = []

@@ -39,7 +39,7 @@ def known(cache):
 @pytest.mark.parametrize("fmt", ["raw", "int8", "int4"])
 @pytest.mark.parametrize("accepted", [0, 1, 3, 6])
 @pytest.mark.parametrize("name", POLICIES)
-def test_as_if_it_had_never_been_asked(llama, name, accepted, fmt):
+def test_rejected_drafts_leave_no_trace(llama, name, accepted, fmt):
     drafting, plain = (KVCache(llama.config, fmt, page_size=PAGE, policy=POLICIES[name]()) for _ in range(2))
     for cache in (drafting, plain):
         feed(llama, cache, ids(1, 60))
@@ -69,7 +69,7 @@ def test_prompt_lookup_gives_the_tokens_of_greedy(llama, name):
     assert torch.equal(*outs)
 
 
-def test_a_copy_and_chosen_rows_of_what_waits(llama):
+def test_copy_and_select_between_draft_and_crop(llama):
     """Between a draft and its crop."""
     cache = KVCache(llama.config, "int8", page_size=PAGE, policy=H2O(40, slack=8))
     feed(llama, cache, ids(2, 60))

@@ -97,7 +97,7 @@ def test_moments_of_clusters_are_those_of_their_keys():
     assert Summary(1, 1, 4, 8).log_sum(q, 1.0).tolist() == [[-math.inf] * 2]
 
 
-def test_in_a_cache():
+def test_estimate_in_a_cache():
     """Batches with padding, copies, reordered rows, crops; without evictions the estimate is 0."""
     m = select(copy.deepcopy(model("llama")), "kvcompress")
     policy = Watch(AdaKV(H2O(40)), 8)

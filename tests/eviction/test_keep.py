@@ -36,7 +36,7 @@ def test_smoothing_is_pooling_in_the_order_of_the_sequence(alike, kernel, larges
 
 
 @pytest.mark.parametrize("heads, alike", [(3, True), (3, False), (1, True)])
-def test_what_stays(heads, alike):
+def test_keep_selects_protected_then_best(heads, alike):
     """Compared with sorting in Python: protected tokens, then the best, ties to the younger; mean scores if heads
     share tokens."""
     rng, B, H, N = np.random.default_rng(1), 2, 3, 60

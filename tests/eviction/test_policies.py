@@ -125,7 +125,7 @@ def test_as_the_paper_says(name):
 
 @pytest.mark.parametrize("policy", [H2O(10**6), StreamingLLM(4, 10**6), SnapKV(10**6), AdaKV(KeyDiff(1.0))])
 @pytest.mark.parametrize("key", ["raw", "int8", "int4"])
-def test_to_keep_all_is_to_have_no_policy(policy, key):
+def test_a_budget_of_all_tokens_is_no_policy(policy, key):
     kept = run(PagedKV(H, D, key=key, batch=B, page_size=PAGE, policy=policy), CALLS)
     plain = run(PagedKV(H, D, key=key, batch=B, page_size=PAGE), CALLS)
     assert all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
@@ -188,7 +188,7 @@ def test_protected_spans_chains_and_pyramids():
     assert sizes == [90, 70, 50, 30]
 
 
-def test_heads_get_what_they_need():
+def test_adakv_budgets_by_head():
     """AdaKV: real pages follow the budgets; no head falls below its floor."""
     kv = PagedKV(4, 64, key="int8", page_size=PAGE, policy=AdaKV(KNorm(0.5, sinks=0, slack=16), 0.2))
     k = torch.randn(1, 4, 2000, 64) * torch.tensor([1.0, 2.0, 2.1, 4.0])[None, :, None, None]

@@ -176,7 +176,7 @@ def staged(key="raw", seen=20, T=3):
     return cache, k, v, cache.update(k, v, 0)
 
 
-def test_a_stand_in_is_dense_for_whoever_asks():
+def test_lazy_kv_becomes_dense_when_used():
     cache, k, v, (keys, values) = staged()
     old = cache.layers[1].keys  # another layer, with nothing staged
     assert isinstance(keys, LazyKV) and keys.shape == (1, 2, 23, 32) and "LazyKV" in repr(keys)
@@ -194,7 +194,7 @@ def test_a_stand_in_is_dense_for_whoever_asks():
     lambda c: c.reorder_cache(torch.tensor([0])),
     lambda c: c.layers[0].keys,
 ])  # fmt: skip
-def test_whoever_comes_first_commits_once(touch):
+def test_staged_tokens_are_committed_once(touch):
     cache, k, _, (keys, _) = staged()
     touch(cache)
     assert cache.layers[0].store.seen == 23

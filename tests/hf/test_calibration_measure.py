@@ -116,7 +116,7 @@ def test_costs_are_those_of_the_derivative(given):
             assert torch.allclose(got, want, rtol=1e-4)
 
 
-def test_queries_that_read_a_sink_hardly_count():
+def test_queries_that_attend_to_sinks_get_small_weights():
     """Sinks are raw, so noise does not affect queries that attend to them; they have a small weight, since later
     queries may differ."""
     dim, T = 16, 4 + 64 * 4

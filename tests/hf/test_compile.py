@@ -67,7 +67,7 @@ def test_one_graph_for_all_steps_and_caches(key, implementation, padded):
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.full), "gemma3"])
-def test_nothing_moves(name):
+def test_memory_of_a_static_cache_does_not_move(name):
     """100 steps over page boundaries and windows: the pool and the tables that a CUDA graph reads are not
     reallocated."""
     m = select(model(name), "kvcompress")

@@ -185,7 +185,7 @@ def test_pools_by_device():
         assert Pools(first, True, HOST).on(FAR) is not first
 
 
-def test_stages_end_with_what_they_were_for():
+def test_staging_areas_are_freed():
     tokens, tiers = ids(1, 300), Tiers()
     tiers.copier = FarCopyThread()
     with a_device():

@@ -242,7 +242,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("lie", PLACES)
-def test_places_that_lie(llama, saved, tmp_path, lie):
+def test_forged_offsets(llama, saved, tmp_path, lie):
     header, body = header_of(saved)
     for name in ("0.pages", "1.rows"):
         lying = {**header, name: {**header[name], "data_offsets": PLACES[lie](*header[name]["data_offsets"])}}
@@ -250,7 +250,7 @@ def test_places_that_lie(llama, saved, tmp_path, lie):
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 31, 1 << 32, 1 << 40, (1 << 63) - 1, (1 << 64) - 1])
-def test_header_sizes_that_lie(llama, saved, tmp_path, size):
+def test_forged_header_sizes(llama, saved, tmp_path, size):
     assert load(size.to_bytes(8, "little") + saved[8:], tmp_path / "b.kvc", llama.config) is None
 
 

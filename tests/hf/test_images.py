@@ -171,7 +171,7 @@ def test_policies_that_look_at_attention_do_not_see_a_4d_mask(policy):
     generate(m, inputs, cache_of(m, "raw", policy=StreamingLLM(4, 20)))
 
 
-def test_a_text_config_that_lies_deeper():
+def test_nested_text_config():
     """Qwen-Omni: the text decoder of its thinker; towers and talker keep their attention."""
     text = some(head_dim=None, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     with torch.device("meta"):

@@ -253,7 +253,7 @@ def test_half_of_a_model_in_autocast():
     assert runs == 19
 
 
-def test_pages_that_wait_elsewhere():
+def test_offloaded_pages_are_not_compiled():
     m, (tokens, mask) = fresh(), padded()
 
     def run(cache, **options):

@@ -205,7 +205,7 @@ def test_states_that_are_ahead_are_not_taken_for_whole(filled):
 
 
 @pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
-def test_half_a_pass_is_not_taken_for_a_whole_one(implementation):
+def test_an_interrupted_pass_is_detected(implementation):
     m = select(copy.deepcopy(model("llama")), implementation)
     for start in (0, 30):
         cache, twin = cache_of(m, "int8"), cache_of(m, "int8")
@@ -221,7 +221,7 @@ def test_half_a_pass_is_not_taken_for_a_whole_one(implementation):
         assert torch.equal(run(m, cache, 9), run(m, twin, 9))
 
 
-def test_a_pass_that_was_broken_off_after_the_cache_was_filled_is_whole():
+def test_a_pass_interrupted_after_its_last_layer_is_complete():
     m = select(copy.deepcopy(model("llama")), "kvcompress")
     cache, twin = cache_of(m, "int8"), cache_of(m, "int8")
     break_off(m, cache, m.model.norm, 3)

@@ -269,7 +269,7 @@ def test_whatever_changes_the_cache_brings_pages_back(llama, tmp_path):
     assert tiers.stats()["host"] == 0  # extents are freed with their cache
 
 
-def test_speculation_leaves_pages_away(llama):
+def test_speculation_keeps_pages_offloaded(llama):
     tiers = Tiers()
     cache = KVCache(llama.config, "int8", page_size=P)
     cache.use_tiers(tiers, resident=48, unit=1)

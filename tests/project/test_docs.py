@@ -62,7 +62,7 @@ def doc_of(name):
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_it_has_what_a_reader_needs(name):
+def test_public_docstrings_are_complete(name):
     x, owner = PUBLIC[name]
     doc = doc_of(name)
     assert len(doc.split()) >= 3, "no docstring"

@@ -282,7 +282,7 @@ def test_the_architecture_page_names_what_is_there():
     assert not [x for x in re.findall(r"`(\w+/\w+\.py)`", text) if x not in PYTHON]
 
 
-def test_the_figures_can_be_wrong():
+def test_counters_find_violations():
     """The counters find what they count."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
     assert definitions(ast.parse("class A:\n    _x: int\n    def _f(self): self._y = _z = 1")) == {"_f", "_y", "_z"}

@@ -239,7 +239,7 @@ def test_an_interrupt_right_after_the_plan_puts_it_back():
     check_untouched(kv, before, frozen)
 
 
-def test_nan_in_a_pad_is_nobodys_business():
+def test_nan_in_padding_is_ignored():
     kv = filled()
     k, v = good()
     k[:, :, 0] = NAN

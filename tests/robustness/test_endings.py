@@ -64,7 +64,7 @@ def test_hooks_that_raise_inside_of_generate(policy: Any) -> None:
 
 @pytest.mark.parametrize("begun", [0, 20])
 @torch.no_grad()
-def test_what_a_hook_broke_off_goes_no_further(begun: int, tmp_path: Path) -> None:
+def test_an_interrupted_pass_is_not_saved_or_shared(begun: int, tmp_path: Path) -> None:
     """An interrupted pass cannot reach a file, a DynamicCache or a PrefixCache, which continues to serve others."""
     m = copy.deepcopy(model("llama"))
     enable(m, verbose=False)

@@ -115,7 +115,7 @@ def test_a_tier_whose_files_go() -> None:
             assert equal(cache_goes_on(cache)[0], want)
 
 
-def test_where_nobody_may_write(tmp_path: Path) -> None:
+def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     cache, twin = filled("plain"), filled("plain")
     places = [Path("/proc/kvcompress.kvc"), tmp_path / "none" / "a.kvc", tmp_path]
     if os.geteuid():

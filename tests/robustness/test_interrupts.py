@@ -64,7 +64,7 @@ FULL = ("a token, h2o", "a chunk", "batch")
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full) if x in FULL else x for x in ACTS])
-def test_at_every_place(name: str) -> None:
+def test_interrupt_at_every_place(name: str) -> None:
     """The cache is as before or after the call, or rejects further calls; the source of the copy is unchanged, and all
     memory is freed."""
     make, act = ACTS[name]

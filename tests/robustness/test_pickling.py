@@ -59,7 +59,7 @@ PROCESS_BOUND: dict[str, tuple[Callable[[], Any], str, bool]] = {
 
 @pytest.mark.parametrize("name", PROCESS_BOUND)
 @pytest.mark.parametrize("how", COPIES)
-def test_what_holds_pages_says_what_to_do(name: str, how: str) -> None:
+def test_objects_with_pages_refuse_pickling(name: str, how: str) -> None:
     make, instead, copied = PROCESS_BOUND[name]
     made = make()
     if copied and how != "pickle":

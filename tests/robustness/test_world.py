@@ -138,7 +138,7 @@ assert torch.equal(loaded.dequantize(), x.dequantize())
 """
 
 
-def test_a_tensor_does_not_hang_on_its_file(tmp_path):
+def test_a_loaded_tensor_survives_truncation_of_its_file(tmp_path):
     """Truncated after it was loaded: a tensor over the mapping would end the process (SIGBUS)."""
     done = subprocess.run(
         [sys.executable, "-c", CUT_SHORT, tmp_path / "x"], capture_output=True, text=True, check=False
@@ -159,7 +159,7 @@ def test_pages_that_change_while_they_are_read_are_damaged_or_those_that_were_sa
 
 
 @pytest.mark.parametrize("rows", [1 << 24, 1 << 20])
-def test_rows_that_bring_no_bytes(tmp_path, rows):
+def test_a_file_with_more_rows_than_bytes(tmp_path, rows):
     """A file with a valid seal that claims many sequences in a few bytes."""
     import tracemalloc
 
@@ -236,7 +236,7 @@ def odd_defaults():
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_defaults_of_torch_are_not_ours(odd_defaults, name):
+def test_torch_defaults_do_not_matter(odd_defaults, name):
     """Default device meta, default dtype float64: tensors are created with the layer's device and dtype."""
     generator = torch.Generator("cpu").manual_seed(3)
     draw = lambda n, T: torch.randn(n, 1, 2, T, 32, generator=generator, device="cpu", dtype=torch.float32)  # noqa: E731

@@ -39,7 +39,7 @@ def room_for(llama, n):
 
 
 @pytest.mark.parametrize("where", ["host", "file"])
-def test_it_comes_back_as_it_went(llama, where):
+def test_offloaded_prefixes_are_restored_exactly(llama, where):
     tiers = Tiers(**(FILE if where == "file" else {}))
     most = room_for(llama, 2)
     prefix = PrefixCache(llama.config, "int8", page_size=P, max_bytes=most, tiers=tiers)

@@ -47,7 +47,7 @@ def test_noise_is_what_a_page_does(key, kind):
     ("int4_token", "bias", True), ("int4_asym", "bias", True), ("nvfp4", "bias", True), ("mxfp4", "bias", True),
     ("int2_asym", "bias", True), ("int2_asym", "outliers", True),
 ])  # fmt: skip
-def test_the_rule(key, kind, broken):
+def test_format_check_rule(key, kind, broken):
     what = format_check.trouble(keys(kind), [key])
     assert bool(what) == broken
     if broken:

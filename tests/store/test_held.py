@@ -44,7 +44,7 @@ def test_restore_puts_the_raw_pages_back(chunk):
 
 @pytest.mark.parametrize("change", [lambda kv: kv.crop(0), lambda kv: kv.crop(18), lambda kv: kv.reset(),
                                     lambda kv: kv.reset(3)])  # fmt: skip
-def test_of_pages_that_are_gone_nothing_is_restored(change):
+def test_freed_pages_are_not_restored(change):
     kv, held, _ = sealing()
     change(kv)
     now = kv.page_store.table.entries.copy()

@@ -147,7 +147,7 @@ def test_norms_are_of_both_parts_of_a_key():
     (AdaKV(ExpectedAttention(64)), "before RoPE"),
     (CriticalKV(SnapKV(64)), "values of all heads"),
 ])  # fmt: skip
-def test_policies_that_want_other_keys_are_refused(policy, why):
+def test_policies_that_need_other_keys_are_refused(policy, why):
     rope = torch.ones(32, dtype=torch.float64)
     with pytest.raises(ValueError, match=rf"latent attention \(MLA\), got .*{why}"):
         layer(policy=policy, rope=rope)

@@ -15,7 +15,7 @@ LIFE = Path(__file__).parents[1] / "support" / "life.py"
 
 
 @pytest.mark.parametrize("lives", [24, pytest.param(600, marks=pytest.mark.full)])
-def test_bytes_of_a_life(lives: int) -> None:
+def test_stored_bytes_after_random_operations(lives: int) -> None:
     paths = os.pathsep.join(x for x in sys.path if x)
     running = {
         level: subprocess.Popen(

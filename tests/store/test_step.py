@@ -58,7 +58,7 @@ def _no_grad():
 @pytest.mark.parametrize(
     "key,value", [(f, f) for f in formats.NAMES if f not in formats.CALIBRATED] + [("int8", "int2")]
 )
-def test_a_life(key, value):
+def test_steps_equal_the_op(key, value):
     """Steps and short chunks over several seals, compared with the same layer through the op."""
     for dtype, batch in ((torch.float32, 1), (BF16, 3), (torch.float16, 2)):
         kv = Counted(H, D, key=key, value=value, batch=batch, dtype=dtype, page_size=16)
@@ -82,7 +82,7 @@ def test_a_life(key, value):
     dict(sinks=0), dict(value_dim=64),
     dict(policy=policies.AdaKV(policies.KNorm(30))),
 ], ids=str)  # fmt: skip
-def test_with_what_follows(options):
+def test_steps_with_windows_evictions_and_spans(options):
     """Windows, evictions, spans, heads with different tokens."""
     kv = Counted(H, D, **{"key": "int4", "page_size": 16, **options})
     twin = by_op(kv)
@@ -96,7 +96,7 @@ def test_with_what_follows(options):
 
 
 @pytest.mark.parametrize("options", [dict(head_dim=48, value_dim=64, key="int4_g32"), dict(head_dim=24, key="int4")])
-def test_dims_of_pages_are_no_dims_of_rows(options):
+def test_rows_of_padded_width_are_refused(options):
     """If pages hold padded rows, rows of the padded width are rejected, and nothing is written."""
     kv = PagedKV(H, **options, page_size=16)
     shapes = (kv.head_dim, kv.value_dim)
@@ -153,7 +153,7 @@ OF_QUERY = ("parameter", "float64", "integers", "tokens of q", "rows", "dimensio
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_does_not_take(name):
+def test_unsupported_tensors_use_the_op(name):
     kv = PagedKV(H, D, key="int8")
     kv.append(*draw(5)[1:])
     before, table = state(kv), kv.page_store.table
@@ -167,7 +167,7 @@ def test_what_it_does_not_take(name):
     (2e38, 0, 0.0), (0.1, 0, 2e38), (0.1, 2**31, 0.0), (0.1, 2**70, 0.0), (0.1, 0, -1.0), (0.1, 0, float("inf")),
     (None, 0, 0.0),
 ], ids=str)  # fmt: skip
-def test_numbers_that_it_does_not_take(numbers):
+def test_unsupported_numbers_use_the_op(numbers):
     kv = PagedKV(H, D, key="int8")
     kv.append(*draw(5)[1:])
     q, k, v = draw(1, 1)
@@ -198,7 +198,7 @@ def test_memory_of_the_arena_is_refused():
 
 
 @pytest.mark.parametrize("what,message", [("k", "NaN or Inf"), ("v", "NaN or Inf"), ("q", "")])
-def test_numbers_that_are_none(what, message):
+def test_nan_and_inf(what, message):
     kv = Counted(H, D, key="int8")
     kv.append(*draw(5)[1:])
     before, calls = state(kv), kv.calls
@@ -215,7 +215,7 @@ def test_numbers_that_are_none(what, message):
     kv.attend(*draw(1, 1))
 
 
-def test_gradients_go_the_long_way():
+def test_gradients_use_the_op():
     """Gradients are not dropped silently."""
     kv = Counted(H, D)
     kv.append(*draw(5)[1:])
@@ -231,7 +231,7 @@ def test_gradients_go_the_long_way():
     assert kv.calls == calls + 1 and kv.seen == 7
 
 
-def test_transforms_are_not_looked_through():
+def test_torch_func_tensors_use_the_op():
     """Inside vmap, a tensor's memory must not be read directly."""
     kv = PagedKV(H, D)
     kv.append(*draw(5)[1:])
@@ -307,7 +307,7 @@ def test_no_memory_for_pythons_objects():
     assert int(done.stdout) >= 1
 
 
-def test_a_wrong_call_does_not_even_evict():
+def test_an_invalid_call_does_not_evict():
     kv = PagedKV(H, D, key="int8", page_size=16, policy=policies.KNorm(30))
     kv.eviction.deferred = True
     kv.attend(*draw(50))

@@ -58,7 +58,7 @@ def test_bad_settings(change, text):
         Settings.of(config(**change))
 
 
-def test_none_at_all():
+def test_missing_settings():
     for extra in ({}, None, Some()):
         said = config()
         said.additional_config = extra
@@ -67,14 +67,14 @@ def test_none_at_all():
 
 
 @pytest.mark.parametrize("key", ["kvcompres", "kv_compress", "KVCompress"])
-def test_a_key_that_is_nearly_ours(key):
+def test_misspelled_keys(key):
     """vLLM accepts it silently, and would use its own cache."""
     for extra in ({key: "int8"}, {key: "int8", "other": 1}):
         with pytest.raises(ValueError, match=f"the key 'kvcompress' in additional_config, got '{key}'"):
             asked_for(Some(additional_config=extra))
 
 
-def test_keys_of_others_are_theirs():
+def test_keys_of_other_plugins_are_ignored():
     for extra in ({}, None, Some(), {"compress": 1, "kv_cache": 2, 3: 4}):
         assert asked_for(Some(additional_config=extra)) is False
     assert asked_for(None) is False

@@ -52,7 +52,7 @@ ROWS = {
         "test_mutators.py::test_as_dynamic_cache", "test_matrix.py::test_sample",
     ),
     "eviction that breaks positions, masks or rings": (
-        "test_policies.py::test_to_keep_all_is_to_have_no_policy", "test_policies.py::test_positions_in_the_cache",
+        "test_policies.py::test_a_budget_of_all_tokens_is_no_policy", "test_policies.py::test_positions_in_the_cache",
         "test_sliding_window.py::test_a_ring_attends_to_what_its_window_sees",
     ),
     "rows of a padded batch": (
@@ -62,7 +62,7 @@ ROWS = {
     "drafts that are taken back": ("test_mutators.py::test_a_rejected_draft_leaves_no_trace",),
     "graphs that replay old pointers": (
         "test_cuda_graph.py::test_replay", "test_cuda_graph.py::test_an_eviction_wants_a_new_recording",
-        "test_cuda_graph.py::test_the_memory_stays_or_says_so",
+        "test_cuda_graph.py::test_captured_memory_does_not_move",
     ),
     "odd head dims, strides and offsets": (
         "bad_inputs/test_edges.py::test_odd_dims_and_strides", "test_attend.py::test_other_head_dims",
