@@ -159,7 +159,7 @@ def test_bad_inputs():
         if a in caches:  # the others of the batch continue without the rejected one
             assert Batch([a, b]).last.tolist() == [0, 1]
     for given, text in (
-        ((["a"],), "KVCaches, got str"),
+        ((["a"],), "a KVCache, got str"),
         ((m,), r"Batch: caches: expected a list of KVCaches, got \w+ForCausalLM"),
         ((a,), "Batch: caches: expected a list of KVCaches, got KVCache"),
         (([a], 1), "Batch: counts: expected a list of ints, got int"),
