@@ -1,4 +1,4 @@
-"""Attention over paged, quantized K/V, compared with this machine's read bandwidth, torch's SDPA and our own 16-bit
+"""Attention over paged, quantized K/V, compared with this machine's read bandwidth, torch's SDPA and raw 16-bit
 pages: decode, chunks, accumulated attention, heads of 512, latents (MLA), and the whole step of a layer, all in one
 run.
 

@@ -201,7 +201,7 @@ def cell(S: int, B: int, D: int, T: int, rounds: int) -> list[dict]:
 
 def layers(S: int, D: int, T: int, rounds: int) -> list[dict]:
     """T tokens appended to a layer of S stored ones, another layer each time: by torch's kernels as the layer chooses,
-    by each of them alone, and by ours. `first us` is the host time of the first call, in which cuDNN creates its
+    by each of them alone, and by kvcompress. `first us` is the host time of the first call, in which cuDNN creates its
     plans; the rest is timed with events, in eager mode."""
     ways = {"torch": (True, True, sdpa.CUDNN_LEAST), "cudnn": (True, False, 0), "flash": (False, True, 0),
             "ours": (False, False, 0)}  # fmt: skip

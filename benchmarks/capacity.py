@@ -10,7 +10,7 @@ decode together (kvcompress.Batch, the shipped model, bfloat16), and the last on
 
 Throughput: tokens per second over all sequences, median over steps, by the number of sequences; it saturates where
 doubling the sequences gives less than 1.15 times as much. With `make vllm`, the same in vLLM, with its own caches and
-ours: requests of N tokens that decode at once, and total tokens per second, by CPU time of one thread."""
+with kvcompress: requests of N tokens that decode at once, and total tokens per second, by CPU time of one thread."""
 
 from __future__ import annotations
 

@@ -152,14 +152,14 @@ def show(rows: list[dict], step: dict) -> None:
 
 
 def show_peer(rows: list[dict], own: list[dict]) -> None:
-    """Rows of another library and ours, as fractions of the memcpy that each was timed with."""
+    """Rows of another library and of kvcompress, as fractions of the memcpy that each was timed with."""
     by = {r["what"]: r for r in own}
     for r in rows:
         if "skipped" in r:
             print(f"  {r['what']}: skipped: {r['skipped']}")
             continue
         ours = by["append" if r["what"].endswith(" quantize") else "read"]
-        print(f"  {r['what']}: {r['GB/s']:.2f} GB/s, {r['fraction']:.2f} of memcpy; ours is "
+        print(f"  {r['what']}: {r['GB/s']:.2f} GB/s, {r['fraction']:.2f} of memcpy; kvcompress is "
               f"{ours['fraction'] / r['fraction']:.1f}x as fast", flush=True)  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def work(name: str, dtype: str, peer: str | None, args: argparse.Namespace) -> l
     with tempfile.NamedTemporaryFile() as file:
         options = ["--threads", str(args.threads), "--rounds", str(args.rounds), "--megabytes", str(args.megabytes),
                    *(["--quick"] if args.quick else []), *(["--peer", peer] if peer else [])]  # fmt: skip
-        # Bind threads in the worker only: bound here, its threads would share our core.
+        # Bind threads in the worker only: bound here, its threads would share this core.
         command = [sys.executable, __file__, "--formats", name, "--dtypes", dtype, "--worker", file.name, *options]
         subprocess.run(command, check=True, env={**os.environ, "OMP_PROC_BIND": "true"})
         return json.loads(Path(file.name).read_text())

@@ -2,8 +2,8 @@
 
     python benchmarks/compile.py [--threads N]
 
-One token at a time after 1,024 tokens, on the shipped model in fp32: DynamicCache and StaticCache, and ours, eager and
-with torch.compile(fullgraph=True) and inductor. Medians of 64 steps, with interleaved caches."""
+One token at a time after 1,024 tokens, on the shipped model in fp32: DynamicCache and StaticCache, and KVCache, eager
+and with torch.compile(fullgraph=True) and inductor. Medians of 64 steps, with interleaved caches."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ benchmarks/results/generate.json, or generate-cuda.json.
     python benchmarks/generate.py [--device cuda [--compile]] [--prompt N] [--batch N] [--tokens N] [--layers N]
 
 cpu: the shipped model, float32. cuda: a model of Llama 3.1 8B's shape with random bf16 weights (only times matter).
-transformers' DynamicCache with SDPA and ours; medians over the tokens, with interleaved caches, without the first turn.
+DynamicCache with SDPA, and KVCache; medians over the tokens, with interleaved caches, without the first turn.
 --compile: caches have a max_length (compared with transformers' StaticCache), so that `generate` compiles its decode
 steps to CUDA graphs; writes generate-compiled-cuda.json."""
 
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--layers", type=int, default=32, help="cuda: of the model")
     parser.add_argument("--turns", type=int, default=3, help="that count")
-    parser.add_argument("--caches", default="dynamic,raw,int8,fp8_e4m3,int4", help="of ours, beside dynamic")
+    parser.add_argument("--caches", default="dynamic,raw,int8,fp8_e4m3,int4", help="formats of KVCache, and dynamic")
     parser.add_argument("--compile", action="store_true", help="cuda: decode steps as CUDA graphs")
     args = parser.parse_args()
     prompt = args.prompt or (2048 if args.device == "cpu" else 32768)

@@ -42,7 +42,7 @@ def section(found: list[Comparison]) -> str:
 
 
 def peers(model_name: str, out: Path, windows: int) -> str:
-    """Our caches and transformers' own quantized caches, on one model, by the same code."""
+    """KVCaches and transformers' own quantized caches, on one model, by the same code."""
     model, tokenizer = load_model(ROOT / "assets" / model_name, None)
     result = evaluate(
         model, ROOT / "assets/text/wikitext2-test.txt", PEERS, tokenizer=tokenizer, windows=windows,

@@ -194,7 +194,7 @@ def torchao_int8(dtype: torch.dtype) -> Codec:
 
 
 def peers(dtype: torch.dtype) -> dict[str, tuple[str, Callable[[], Codec]]]:
-    """Name of the quantizer -> (our closest format of the same bits, how to create it); creating it may raise."""
+    """Name of the quantizer -> (the closest format with as many bits, how to create it); creating it may raise."""
     return {
         "torchao int8 per row": ("int8", lambda: torchao_int8(dtype)),
         "quanto 4 bit, groups of 64": ("int4_g32", lambda: quanto(4, dtype)),

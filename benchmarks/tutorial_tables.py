@@ -64,7 +64,7 @@ class Table:
     cost: bool = False
 
 
-_TOY = "A 5 M parameter toy on another text, not a 70 B model: compare signs and order, not sizes."
+_TOY = "A toy model of 5 M parameters on another text, not a 70 B model: compare direction and order, not size."
 
 TABLES: dict[str, Table] = {
     table.name: table

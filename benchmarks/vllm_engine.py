@@ -1,8 +1,8 @@
 """vLLM with and without kvcompress, on the shipped model: benchmarks/vllm_engine.py
 
 The number of tokens that fit, as reported by vLLM (requests of max_model_len, all their blocks); CPU time of prefill
-and of decode steps for long and short requests; and the overhead of our Python code: metadata of a step, a layer's
-forward outside of the op."""
+and of decode steps for long and short requests; and the overhead of kvcompress's Python code: metadata of a step, a
+layer's forward outside of the op."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class PagedKV(LayerStore, DisplayMixin):
             self.commit(held)
         except BaseException as error:
             # A plan that failed has rolled itself back, and a plan that is open now is another thread's; but Ctrl-C
-            # may come right after ours.
+            # may come right after this thread's plan.
             if seals is not None or not isinstance(error, Exception):
                 table.rollback()
             raise

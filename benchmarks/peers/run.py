@@ -1,6 +1,6 @@
 """Times kvcompress, torch, ggml, OpenVINO, ONNX Runtime and vLLM on the same shapes, alternating, in several rounds of
 one run; each system in its own virtual environment and process (created by `make bench-peers`, for vLLM by `make
-vllm`). The lowest of the rounds' medians, and ratios to ours. Writes benchmarks/results/peers/, a file per CPU; with
+vllm`). Lowest of the rounds' medians, ratios to kvcompress. Writes benchmarks/results/peers/, a file per CPU; with
 --shapes, its cells of other shapes are kept. Latents, which few systems support, go to peers_latent.json."""
 
 from __future__ import annotations

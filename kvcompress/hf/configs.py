@@ -12,7 +12,7 @@ CACHE_ARGUMENT = ALL_CACHE_NAMES[0]
 """Name of the cache argument of models and `generate`: "past_key_values", or "cache" from transformers 5.24 on."""
 
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
-# Decoders that do not support our attention, and why, which the config does not show.
+# Decoders that do not support the kvcompress attention, and why, which the config does not show.
 _ALONE = {
     "doge": "doge attention works on the 4D masks of eager and sdpa",
     "git": "its text layers do not use transformers' attention interface, only its image layers do",

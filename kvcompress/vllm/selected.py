@@ -1,4 +1,4 @@
-"""The class of vLLM's CPU_ATTN: its own, or ours if the configuration of the current engine selects it."""
+"""The class of vLLM's CPU_ATTN: its own, or that of kvcompress if the current engine's configuration selects it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Creating the cache of a strategy, ours or transformers' own, its attention, and its size."""
+"""Creating the cache of a strategy (KVCache or one of transformers'), its attention, and its size."""
 
 from __future__ import annotations
 

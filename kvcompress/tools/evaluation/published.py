@@ -1,6 +1,6 @@
 """Analysis only: rounding of K and V by published methods, implemented from papers and authors' code, for comparison
-with our formats. Metadata is counted as the authors store it. For all methods, the cache's `sinks` and newest page stay
-in full precision.
+with the formats of this library. Metadata is counted as the authors store it. For all methods, the cache's `sinks` and
+newest page stay in full precision.
 
 A `Rounding` takes x [B, H, T, D], K or V of a layer with T a multiple of 32, and returns the dequantized values and
 bits per element. It belongs to one layer. Parameters that a method calibrates offline are fitted to the first rows
