@@ -1,4 +1,4 @@
-"""kvcompress: a small and fast key/value cache for transformers.
+"""kvcompress: a compressed key/value cache for transformers.
 
 Names are loaded when they are used: `import kvcompress` needs neither torch nor transformers.
 """

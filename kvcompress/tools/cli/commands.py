@@ -189,7 +189,7 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--workload", default="auto", metavar="WORD", help="chat, multi-turn, retrieval, reasoning, streaming"
     )
-    p.add_argument("--quality", default="high", metavar="FLOOR", help="lossless, high, medium, or KL in nats a token")
+    p.add_argument("--quality", default="high", metavar="FLOOR", help="lossless, high, medium, or KL in nats per token")
     p.add_argument("--drafts", action="store_true", help="speculative decoding is used")
     p.add_argument(
         "--reserve", type=float, default=0.1, metavar="SHARE", help="share of memory for everything else (default: 0.1)"
@@ -223,16 +223,21 @@ def add(commands: Any) -> None:
 
     _add_plan(commands, common)
     p = commands.add_parser("bench", parents=[common], help="time of a decode step on this machine for each format")
-    p.add_argument("--formats", nargs="+", default=["raw", "int8", "fp8_e4m3", "int4", "int2"], metavar="FORMAT")
-    p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], metavar="TOKENS")
-    for name, usual in (("heads", 8), ("group", 4), ("dim", 128), ("rounds", 21)):
-        p.add_argument(f"--{name}", type=int, default=usual, metavar="N", help=f"(default: {usual})")
+    p.add_argument("--formats", nargs="+", default=["raw", "int8", "fp8_e4m3", "int4", "int2"], metavar="FORMAT",
+                   help="default: raw int8 fp8_e4m3 int4 int2")  # fmt: skip
+    p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], metavar="TOKENS",
+                   help="context lengths (default: 1024 4096 16384)")  # fmt: skip
+    for name, usual, what in (
+        ("heads", 8, "KV heads"), ("group", 4, "query heads per KV head"), ("dim", 128, "head dim"),
+        ("rounds", 21, "timed calls per format and length"),
+    ):  # fmt: skip
+        p.add_argument(f"--{name}", type=int, default=usual, metavar="N", help=f"{what} (default: {usual})")
     p.add_argument("--out", metavar="FILE", help="also write JSON to FILE, for `plot latency --results FILE`")
     p.add_argument("--threads", type=int, help="torch threads (default: all cores)")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     p.set_defaults(run=bench)
 
-    p = commands.add_parser("plot", parents=[common], help="plots of shipped results, or of yours; needs matplotlib")
+    p = commands.add_parser("plot", parents=[common], help="plots of shipped or your own results; needs matplotlib")
     p.add_argument("kind", metavar="KIND", help="pareto, budget, latency, savings, roofline")
     p.add_argument("--results", metavar="FILE", help="JSON of `eval` or `bench` (default: shipped results)")
     p.add_argument("--config", default="llama-3-70b", metavar="MODEL", help="for savings (default: llama-3-70b)")
@@ -244,7 +249,7 @@ def add(commands: Any) -> None:
         "doctor", parents=[common], help="cache and attention of each layer, and why; loads no weights"
     )
     p.add_argument("model", metavar="MODEL", help="folder or hub name")
-    p.add_argument("--format", default="int8", metavar="FORMAT", help="(default: int8)")
+    p.add_argument("--format", default="int8", metavar="FORMAT", help="cache format (default: int8)")
     p.add_argument(
         "--vllm",
         action="store_true",

@@ -118,7 +118,7 @@ def _formats(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "A small and fast key/value cache for transformers."
+    about = "A compressed key/value cache for transformers."
     parser = argparse.ArgumentParser(prog="kvcompress", description=about)
     parser.add_argument("--version", action="version", version=f"kvcompress {_C.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -139,14 +139,18 @@ def _parser() -> argparse.ArgumentParser:
     ev.add_argument("--no-cost", action="store_true", help="do not measure memory and speed")
     ev.add_argument("--skip", action="store_true", help="skip unavailable strategies instead of failing")
     ev.add_argument("--quiet", action="store_true", help="no progress bar")
-    for name, usual in (("context", 2048), ("scored", 256), ("chunk", 32), ("prefill", 0), ("windows", 4),
-                        ("samples", 4), ("steps", 64), ("seed", 0)):  # fmt: skip
-        ev.add_argument(f"--{name}", type=int, default=usual, metavar="N", help=f"(default: {usual})")
+    for name, usual, what in (
+        ("context", 2048, "tokens to compress, per window"), ("scored", 256, "tokens to score after them"),
+        ("chunk", 32, "tokens per call while scoring"), ("prefill", 0, "tokens per call of the context; 0: one call"),
+        ("windows", 4, "windows of the text"), ("samples", 4, "contexts per task"),
+        ("steps", 64, "decode steps to time"), ("seed", 0, "seed of windows and tasks"),
+    ):  # fmt: skip
+        ev.add_argument(f"--{name}", type=int, default=usual, metavar="N", help=f"{what} (default: {usual})")
     ev.set_defaults(run=_eval)
 
     ins = commands.add_parser("inspect", parents=[common], help="statistics of K, V and attention")
-    ins.add_argument("--tokens", type=int, default=2048, metavar="N")
-    ins.add_argument("--queries", type=int, default=64, metavar="N")
+    ins.add_argument("--tokens", type=int, default=2048, metavar="N", help="tokens to read (default: 2048)")
+    ins.add_argument("--queries", type=int, default=64, metavar="N", help="last queries to measure (default: 64)")
     ins.set_defaults(run=_inspect)
 
     cal = commands.add_parser("calibrate", help="measure a model's K and V for calibrated formats; minutes on a CPU")
