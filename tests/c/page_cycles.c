@@ -10,7 +10,7 @@
 
 enum { TOKENS = 64, DIM = 128, ROWS = KVC_WIDE, CALLS = 4000, TURNS = 7 };
 
-static _Alignas(64) uint8_t tiles[2 * TOKENS * DIM], meta[4 * (TOKENS + DIM)];
+static _Alignas(64) uint8_t tiles[2 * TOKENS * DIM], room[2 * TOKENS * DIM], meta[4 * (TOKENS + DIM)];
 static _Alignas(64) float q[ROWS * DIM], p[ROWS * TOKENS], s[ROWS * TOKENS], o[ROWS * DIM], step[ROWS];
 static _Alignas(64) int8_t limbs[2 * ROWS * DIM], one[2 * ROWS * DIM];
 static _Alignas(64) uint16_t half[2 * ROWS * DIM];
@@ -52,8 +52,10 @@ static double seconds(const kvc_kernels *kernels, int format, bool key, const kv
         for (int call = 0; call < CALLS; call++)
             for (int r = 0; r < rows; r += at_once) {
                 int n = rows - r < at_once ? rows - r : at_once;
-                kvc_qk_args k = {tiles, meta, query, r, n, TOKENS, TOKENS / KVC_TILE, 0, s + r * TOKENS, TOKENS};
-                kvc_pv_args v = {tiles, meta, p + r * TOKENS, TOKENS, n, DIM, TOKENS, TOKENS, digits, 0, o + r * DIM};
+                kvc_qk_args k = {tiles, meta,           query,  r,    n,     TOKENS, TOKENS / KVC_TILE,
+                                 0,     s + r * TOKENS, TOKENS, room, false, false};
+                kvc_pv_args v = {tiles,  meta, p + r * TOKENS, TOKENS, n,     DIM,  TOKENS, TOKENS,
+                                 digits, 0,    o + r * DIM,    room,   false, false};
                 if (key)
                     (wide ? kernels->wide->qk[format] : kernels->qk[format])(&k);
                 else

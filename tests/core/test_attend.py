@@ -264,6 +264,14 @@ def test_many_rows_over_a_long_sequence(key):
     check(run(store, [9], 2), BOUND[key])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key", ["raw", *FEW])
+def test_blocks_of_many_rows(key, dtype):
+    """A chunk of so many rows that kernels on matrix registers take 256 at once."""
+    for options in ({}, {"window": 200}):
+        check(run(Store(key, key, H=16, dtype=dtype), [132, 512], 2, dtype=dtype, **options), BOUND.get(key, 5e-3))
+
+
 def test_long_context_is_split_and_joined():
     store = Store("int8", "int8", H=1, D=32)
     check(run(store, [3000, 1, 1], 2), BOUND["int8"])

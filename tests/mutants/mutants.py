@@ -36,7 +36,8 @@ from record import record  # noqa: E402
 
 CORE = "csrc/core"
 FILES = ["codec/codec", "codec/codec_page", "attend/attend", "attend/attend_check", "attend/page_access",
-         "attend/attend_work", "attend/attend_latent", "attend/attend_order", "attend/attend_accumulated",
+         "attend/attend_work", "attend/attend_workspace", "attend/attend_latent", "attend/attend_order",
+         "attend/attend_accumulated",
          "attend/attend_write", "memory/pool", "memory/space", "memory/units", "table/table_evict",
          "table/table_evict_plan", "table/table_restore", "evict/compact", "evict/choose", "evict/keep",
          "evict/score_tokens", "codec/quantize", "codec/granular", "kernels/scalar_codec", "kernels/scalar_attend",

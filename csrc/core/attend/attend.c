@@ -13,6 +13,7 @@
 #include <string.h>
 
 #define BLOCK_ROWS 64           /* approximate number of query rows (tokens x G) per item */
+#define WIDE_ROWS 256           /* the same for wide kernels, if there are enough items */
 #define RUNS 64                 /* sequences are split into runs until there are about this many items */
 #define RUN_COLUMNS 8           /* minimum number of columns per run */
 #define JOIN_ROWS 16            /* rows per work unit when runs are merged in a separate parallel pass */
@@ -225,6 +226,16 @@ static int64_t heads_together(const kvc_job *job)
     return n;
 }
 
+/* Query tokens per item. Wide kernels take so little time per row that reading the pages again for every block of
+ * BLOCK_ROWS would dominate. */
+static int64_t block_tokens(const kvc_call *call, int64_t group)
+{
+    const kvc_store *s = &call->a->store;
+    int64_t rows = call->kernels->wide ? WIDE_ROWS : BLOCK_ROWS;
+    while (rows > BLOCK_ROWS && s->batch * s->heads * kvc_ceil_div(call->most_queries * group, rows) < RUNS) rows /= 2;
+    return kvc_min(call->most_queries, kvc_max(1, rows / group));
+}
+
 static kvc_status attend(kvc_call *call)
 {
     const kvc_attend_args *a = call->a;
@@ -233,7 +244,7 @@ static kvc_status attend(kvc_call *call)
     kvc_job *job = &d.job;
     for (int64_t r = 0; r < s->batch * s->table_heads; r++)
         job->columns = kvc_max(job->columns, kvc_item_columns(call, &call->rows[r]));
-    job->block_tokens = kvc_min(call->most_queries, kvc_max(1, BLOCK_ROWS / job->group));
+    job->block_tokens = block_tokens(call, job->group);
     job->blocks = kvc_ceil_div(call->most_queries, job->block_tokens);
     int64_t blocks = 0, rows = job->block_tokens * job->group;
     for (int64_t b = 0; b < s->batch; b++) {

@@ -59,7 +59,8 @@ static void will_read(kvc_call *call, int key, int value)
     for (int i = 0; i <= latent; i++) { /* latents are used for scores on both sides */
         int f = i ? value : key;
         call->limbs |= kvc_format_is_integer(f);
-        call->halves |= f == KVC_RAW_BF16 || (!kvc_format_is_raw(f) && !kvc_format_is_integer(f));
+        call->halves |= f == KVC_RAW_BF16 || (f == KVC_INT8 && call->kernels->wide) ||
+                        (!kvc_format_is_raw(f) && !kvc_format_is_integer(f));
     }
 }
 

@@ -117,6 +117,6 @@ void kvc_latent_add_mean(const kvc_work *w, const float *p, int64_t ld, int64_t 
             for (int64_t i = 0; i < KVC_TILE; i++) sum[r * KVC_TILE] += part[i];
         }
         kernels->pv[KVC_RAW_F32](&(kvc_pv_args){(const uint8_t *)w->latent.mean, NULL, sum, KVC_TILE, some, D, KVC_TILE,
-                                                1, KVC_P_EXACT, 0, o + r0 * D});
+                                                1, KVC_P_EXACT, 0, o + r0 * D, NULL, false, false});
     }
 }

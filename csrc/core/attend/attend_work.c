@@ -14,6 +14,8 @@
 #define COARSE_COLUMNS 64
 #define COARSE_SHARE 0.5f
 
+#define MANY_ROWS 128 /* wide kernels may convert codes to a wider type for more rows than this */
+
 /* ---------------------------------------------------------------- queries */
 
 /* False if the row times `factor` contains NaN or Inf: an all-ones exponent carries into the sign bit. */
@@ -100,8 +102,7 @@ static bool goes_wide(const kvc_wide_kernels *wide, const kvc_side *side, int64_
            stored % KVC_WIDE_STEP == 0;
 }
 
-/* Scores of rows [r0, r0 + n) of a page with `stored` tokens. ready: an affine K was already prepared for an earlier
- * row. */
+/* Scores of rows [r0, r0 + n) of a page with `stored` tokens. ready: K was already prepared for earlier rows. */
 static void score(kvc_work *w, const kvc_side *key, kvc_query *query, int64_t stored, const kvc_wide_kernels *wide,
                   int64_t r0, int64_t n, ptrdiff_t ahead, bool ready, float *s, int64_t ld)
 {
@@ -109,32 +110,33 @@ static void score(kvc_work *w, const kvc_side *key, kvc_query *query, int64_t st
     int64_t tiles = kvc_ceil_div(stored, KVC_TILE);
     kvc_qk_fn *own = kernels->qk[key->format];
     query->form = &query->forms[kvc_format_rotated(key->format)];
+    kvc_qk_args args = {key->tiles, key->meta, query, r0, n, key->page_size, tiles, ahead, s, ld, NULL, false, ready};
+    args.wide = w->wide[query == &w->query ? 0 : 2], args.many = w->rows > MANY_ROWS;
     if (wide && goes_wide(wide, key, stored, n)) {
-        wide->qk[key->format](&(kvc_qk_args){key->tiles, key->meta, query, r0, n, key->page_size, tiles, ahead, s, ld});
+        wide->qk[key->format](&args);
         return;
     }
     if (!own && !ready) kernels->affine(key, stored, ahead, w->words[0], &w->affine[0]);
-    for (int64_t i = 0; i < n; i += KVC_ROWS, ahead = 0) {
-        int64_t rows = kvc_min(KVC_ROWS, n - i);
+    for (int64_t i = 0; i < n; i += KVC_ROWS, args.ahead = 0) {
+        args.row0 = r0 + i, args.rows = kvc_min(KVC_ROWS, n - i), args.s = s + i * ld;
         if (own)
-            own(&(kvc_qk_args){key->tiles, key->meta, query, r0 + i, rows, key->page_size, tiles, ahead, s + i * ld,
-                               ld});
+            own(&args);
         else
-            kernels->qk_affine(key, &w->affine[0], query, r0 + i, rows, tiles, s + i * ld, ld);
+            kernels->qk_affine(key, &w->affine[0], query, args.row0, args.rows, tiles, args.s, ld);
     }
 }
 
 /* Adds the scores of the rotary part to s. */
-static void score_rotary(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *wide, int64_t r0, int64_t n, float *s,
-                         int64_t ld)
+static void score_rotary(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *wide, int64_t r0, int64_t n,
+                         bool ready, float *s, int64_t ld)
 {
-    score(w, &w->latent.rotary, &w->latent.query, v->n, wide, r0, n, 0, true, w->latent.s, KVC_MAX_PAGE);
+    score(w, &w->latent.rotary, &w->latent.query, v->n, wide, r0, n, 0, ready, w->latent.s, KVC_MAX_PAGE);
     for (int64_t r = 0; r < n; r++)
         for (int64_t t = 0; t < v->n; t++) s[r * ld + t] += w->latent.s[r * KVC_MAX_PAGE + t];
 }
 
-/* Adds V of the page, weighted by p, to rows [r0, r0 + n). An affine V prefetches the next page when it is prepared
- * (with the first rows); other formats do so with the last rows. */
+/* Adds V of the page, weighted by p, to rows [r0, r0 + n). Wide kernels and affine formats prefetch the next page with
+ * the first rows, when they prepare V; others with the last rows. */
 static void add_values(kvc_work *w, const kvc_side *value, int64_t stored, const kvc_wide_kernels *wide, int64_t r0,
                        int64_t n, kvc_digits digits, ptrdiff_t ahead, bool ready, const float *p, int64_t ld)
 {
@@ -143,19 +145,21 @@ static void add_values(kvc_work *w, const kvc_side *value, int64_t stored, const
     int f = value->format;
     float *o = w->o[kvc_format_rotated(f)] + r0 * Dv;
     kvc_pv_fn *own = kernels->pv[f];
+    kvc_pv_args args = {value->tiles, value->meta, p, ld, n,    Dv,    value->page_size,
+                        stored,       digits,      0, o,  NULL, false, ready};
+    args.wide = w->wide[1], args.many = w->rows > MANY_ROWS, args.ahead = ready ? 0 : ahead;
     if (wide && goes_wide(wide, value, stored, n)) {
-        wide->pv[f](&(kvc_pv_args){value->tiles, value->meta, p, ld, n, Dv, value->page_size, stored, digits,
-                                   r0 + n < w->rows ? 0 : ahead, o});
+        wide->pv[f](&args);
         return;
     }
     if (!own && !ready) kernels->affine(value, stored, ahead, w->words[1], &w->affine[1]);
     for (int64_t i = 0; i < n; i += KVC_ROWS) {
-        int64_t rows = kvc_min(KVC_ROWS, n - i);
+        args.p = p + i * ld, args.rows = kvc_min(KVC_ROWS, n - i), args.o = o + i * Dv;
+        args.ahead = r0 + i + KVC_ROWS < w->rows ? 0 : ahead;
         if (own)
-            own(&(kvc_pv_args){value->tiles, value->meta, p + i * ld, ld, rows, Dv, value->page_size, stored, digits,
-                               r0 + i + KVC_ROWS < w->rows ? 0 : ahead, o + i * Dv});
+            own(&args);
         else
-            kernels->pv_affine(&w->affine[1], p + i * ld, ld, rows, stored, digits, o + i * Dv);
+            kernels->pv_affine(&w->affine[1], args.p, ld, args.rows, stored, digits, args.o);
     }
 }
 
@@ -198,7 +202,7 @@ static void score_page(kvc_work *w, const kvc_view *v, const kvc_side *key, cons
     if (packed && w->latent.rotary_packed)
         panel->qk(&w->latent.rotary_keys, &w->latent.query, r0, n, tiles, true, s, ld);
     else if (latent)
-        score_rotary(w, v, wide, r0, n, s, ld);
+        score_rotary(w, v, wide, r0, n, ready, s, ld);
 }
 
 /* Adds the latents of a packed page, weighted by p. 8-bit p adds 1% to the error variance of 4-bit codes, whatever the
@@ -248,29 +252,32 @@ static void attend_whole(kvc_work *w, const kvc_view *v, const kvc_wide_kernels 
                                        {~0ull, ~0ull, ~0ull, ~0ull}};
     _Static_assert(sizeof bits == KVC_ROWS * KVC_WORDS * sizeof **bits && KVC_WORDS == 4, "all that a row may see");
     const kvc_call *call = w->at.job->call;
-    int64_t Dv = kvc_out_dim(call), step = wide ? KVC_WIDE : KVC_ROWS;
+    int64_t Dv = kvc_out_dim(call), step = wide ? KVC_WIDE : KVC_ROWS, ld = v->n;
     kvc_side key = side_of(w, v, 1), value = side_of(w, v, 0);
     clear_sums(w, kvc_format_rotated(v->value));
+    /* All scores first: K stays in L1 for all rows, then V does. */
+    for (int64_t r0 = 0; r0 < w->rows; r0 += step)
+        score(w, &key, &w->query, v->n, wide, r0, kvc_min(step, w->rows - r0), r0 ? 0 : ahead, r0 > 0, w->s + r0 * ld,
+              ld);
     for (int64_t r0 = 0; r0 < w->rows; r0 += step) {
         int64_t n = kvc_min(step, w->rows - r0);
-        float keep[KVC_WIDE], before[KVC_WIDE], *l = w->l + r0;
+        float keep[KVC_WIDE], before[KVC_WIDE], *l = w->l + r0, *s = w->s + r0 * ld;
         bool coarse = w->query.coarse, moved = false;
-        score(w, &key, &w->query, v->n, wide, r0, n, r0 ? 0 : ahead, r0 > 0, w->s, KVC_MAX_PAGE);
         for (int64_t r = 0; r < n; r += KVC_ROWS) {
             memcpy(before + r, l + r, KVC_ROWS * sizeof *l);
-            call->kernels->softmax(w->s + r * KVC_MAX_PAGE, KVC_MAX_PAGE, kvc_min(KVC_ROWS, n - r), v->n, bits,
-                                   call->a->softcap, w->m + r0 + r, l + r, keep + r);
+            call->kernels->softmax(s + r * ld, ld, kvc_min(KVC_ROWS, n - r), v->n, bits, call->a->softcap,
+                                   w->m + r0 + r, l + r, keep + r);
         }
         for (int64_t r = 0; r < n; r++) {
             coarse &= l[r] - before[r] * keep[r] <= l[r] * COARSE_SHARE;
             moved |= keep[r] != 1;
         }
         for (int64_t r = 0; moved && r < n; r++) {
-            if (isnan(keep[r])) memset(w->s + r * KVC_MAX_PAGE, 0, (size_t)v->n * sizeof *w->s);
+            if (isnan(keep[r])) memset(s + r * ld, 0, (size_t)v->n * sizeof *s);
             for (int space = 0; keep[r] != 1 && space < KVC_SPACES; space++)
                 if (w->summed[space]) scale_row(w->o[space] + (r0 + r) * Dv, Dv, keep[r]);
         }
-        add_values(w, &value, v->n, wide, r0, n, digits_for(w, coarse), ahead, r0 > 0, w->s, KVC_MAX_PAGE);
+        add_values(w, &value, v->n, wide, r0, n, digits_for(w, coarse), ahead, r0 > 0, s, ld);
     }
     w->summed[kvc_format_rotated(v->value)] = true;
 }
@@ -339,75 +346,4 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
     }
     if (ready) w->summed[kvc_format_rotated(value.format)] = true;
     if (latent && w->latent.mean) w->summed[KVC_PLAIN] = true;
-}
-
-/* ---------------------------------------------------------------- workspace */
-
-float *kvc_cut(float *block, int64_t *used, int64_t floats)
-{
-    float *at = block ? block + *used : NULL;
-    *used += (floats + 15) / 16 * 16;
-    return at;
-}
-
-static void lay_out_query(const kvc_call *call, kvc_query *query, int64_t rows, float *block, int64_t *used)
-{
-    int64_t dim = query->dim;
-    for (int space = KVC_PLAIN; space < KVC_SPACES; space++) {
-        kvc_query_form *f = &query->forms[space];
-        if (space && !call->key_spaces[space]) continue;
-        f->q = kvc_cut(block, used, rows * dim);
-        if (call->halves && call->kernels->halves && !space) {
-            f->half = (uint16_t *)kvc_cut(block, used, rows * dim / 2);
-            f->rest = (uint16_t *)kvc_cut(block, used, rows * dim / 2);
-        }
-        if (!call->limbs || !call->kernels->limbs) continue;
-        f->hi = (int8_t *)kvc_cut(block, used, rows * dim / 2);
-        f->lo = f->hi ? f->hi + rows * dim : NULL; /* NULL while the size is being computed */
-        f->step = kvc_cut(block, used, rows);
-        f->sum = (int32_t *)kvc_cut(block, used, rows);
-        f->one = (int8_t *)kvc_cut(block, used, kvc_max(rows, KVC_WIDE) * dim / 4); /* a tile of rows is read */
-        f->one_sum = (int32_t *)kvc_cut(block, used, rows);
-        f->low_sum = (int32_t *)kvc_cut(block, used, rows);
-    }
-}
-
-/* Buffers that each item needs for itself. */
-static void lay_out_item(kvc_work *w, int64_t rows, float *block, int64_t *used)
-{
-    const kvc_call *call = w->at.job->call;
-    for (int space = KVC_PLAIN; space < KVC_SPACES; space++)
-        if (!space || call->value_spaces[space]) w->o[space] = kvc_cut(block, used, rows * kvc_out_dim(call));
-    w->m = kvc_cut(block, used, rows);
-    w->l = kvc_cut(block, used, rows);
-    lay_out_query(call, &w->query, rows, block, used);
-    if (call->a->latent) lay_out_query(call, &w->latent.query, rows, block, used);
-}
-
-int64_t kvc_work_lay_out(kvc_work *works, int64_t n, const kvc_job *job, float *block)
-{
-    const kvc_call *call = job->call;
-    const kvc_store *s = &call->a->store;
-    bool many = call->kernels->wide || (call->a->latent && call->kernels->panel);
-    int64_t rows = job->block_tokens * job->group, Dk = s->key_dim, Dv = s->value_dim, used = 0;
-    int64_t step = !many ? KVC_ROWS : call->kernels->wide && rows <= KVC_WIDE / 2 ? KVC_WIDE / 2 : KVC_WIDE;
-    rows = kvc_ceil_div(rows, step) * step;
-    kvc_work *w = works;
-    *w = (kvc_work){.at = {.job = job, .item = -1}, .query = {.dim = Dk}, .latent = {.query = {.dim = Dv}}};
-    w->s = kvc_cut(block, &used, step * KVC_MAX_PAGE);
-    for (int side = 0; call->affine && side < 2; side++) {
-        int64_t page = kvc_max(s->page_size, kvc_sink_tokens(s->sinks)), dim = side ? Dv : Dk;
-        w->words[side] = (uint8_t *)kvc_cut(block, &used, page * dim / 4);
-        w->affine[side].scale = kvc_cut(block, &used, page * dim / KVC_TILE); /* groups have at least 16 dims */
-        w->affine[side].middle = kvc_cut(block, &used, page * dim / KVC_TILE);
-    }
-    if (call->a->latent) {
-        w->latent.s = kvc_cut(block, &used, step * KVC_MAX_PAGE);
-        kvc_latent_lay_out(w, block, &used);
-    }
-    for (int64_t i = 0; i < n; i++) {
-        works[i] = works[0];
-        lay_out_item(&works[i], rows, block, &used);
-    }
-    return used;
 }

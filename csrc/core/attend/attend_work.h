@@ -79,6 +79,7 @@ typedef struct kvc_work {
     float *m, *l;            /* [rows], rounded up to a multiple of 16 */
     kvc_affine affine[2];    /* unpacked K and V of a page, for formats without kernels of their own */
     uint8_t *words[2];
+    uint8_t *wide[3]; /* K and V of a page as wide kernels multiply them, and the rotary part of latents */
     kvc_kept kept;
     kvc_latent latent;
 } kvc_work;

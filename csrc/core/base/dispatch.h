@@ -53,6 +53,10 @@ typedef struct kvc_qk_args {
     ptrdiff_t ahead; /* bytes from these tiles to the next page's, for prefetching; 0: none */
     float *s;
     int64_t ld;
+    /* wide kernels: memory for the page's codes as they multiply them, 2 bytes per element; ready: an earlier call for
+     * the same page has converted them; many: there are so many calls that conversion costs little */
+    uint8_t *wide;
+    bool many, ready;
 } kvc_qk_args;
 typedef void kvc_qk_fn(const kvc_qk_args *args);
 
@@ -75,6 +79,8 @@ typedef struct kvc_pv_args {
     kvc_digits digits;
     ptrdiff_t ahead; /* as for K */
     float *o;
+    uint8_t *wide; /* as for K */
+    bool many, ready;
 } kvc_pv_args;
 typedef void kvc_pv_fn(const kvc_pv_args *args);
 
@@ -127,7 +133,7 @@ typedef void kvc_pv_affine_fn(const kvc_affine *page, const float *p, int64_t ld
 
 /* Kernels for up to KVC_WIDE query rows at once, for the formats that have an entry, if dim and tokens are multiples of
  * KVC_WIDE_STEP. As kvc_qk_fn and kvc_pv_fn, except that q is padded to a multiple of KVC_WIDE rows, or to KVC_WIDE / 2 in
- * a block of no more, and its padding may be read. A thread calls begin before and end after using them. */
+ * a block of no more, and o to a multiple of KVC_WIDE rows; q's padding may be read, and o's written. A thread calls begin before and end after using them. */
 typedef struct kvc_wide_kernels {
     int rows[KVC_FORMATS]; /* the number of rows from which on they are faster */
     void (*begin)(void), (*end)(void);

@@ -36,11 +36,11 @@ INLINE __m512i joined(const limb_sums *sums, int64_t row, bool two, bool stacked
 
 /* ---------------------------------------------------------------- K */
 
-/* Unpacks planes of TILES K tiles to the words of int8 tiles. */
-INLINE void unpack_keys(int BITS, const uint8_t *tiles, int64_t dim, ptrdiff_t ahead, uint8_t *to)
+/* Unpacks planes of n K tiles to the words of int8 tiles. */
+INLINE void unpack_keys(int BITS, const uint8_t *tiles, int64_t n, int64_t dim, ptrdiff_t ahead, uint8_t *to)
 {
     int64_t period = dim * BITS / 8;
-    for (int t = 0; t < TILES; t++, tiles += period * KVC_TILE, to += dim * KVC_TILE)
+    for (int64_t t = 0; t < n; t++, tiles += period * KVC_TILE, to += dim * KVC_TILE)
         for (int64_t j = 0; j < period; j += 4) {
             kvc_words w = kvc_load_words(BITS, tiles, dim, j * KVC_TILE);
             kvc_prefetch(tiles, j / 4, ahead);
@@ -82,14 +82,12 @@ INLINE void int_qk(int BITS, kvc_qk_args args)
     bool stacked = f->lo == f->hi + KVC_AMX_HALF * dim;
     const int8_t *hi = (two ? f->hi : f->one) + args.row0 * dim, *lo = two && !stacked ? f->lo + args.row0 * dim : NULL;
     const int32_t *sum = (two ? f->sum : f->one_sum) + args.row0;
-    _Alignas(64) uint8_t codes[TILES * KVC_TILE * KVC_MAX_DIM];
     limb_sums sums[TILES];
     float centre[KVC_WIDE];
     if (BITS < 8) centres(args.meta + 2 * args.page_size, args.query, args.row0, args.rows, centre);
+    if (BITS < 8 && !args.ready) unpack_keys(BITS, args.tiles, args.n_tiles, dim, args.ahead, args.wide);
     for (int64_t tile = 0; tile < args.n_tiles; tile += TILES) {
-        const uint8_t *k = args.tiles + tile * KVC_TILE * dim * BITS / 8;
-        if (BITS < 8) unpack_keys(BITS, k, dim, args.ahead, codes);
-        if (BITS < 8) k = codes;
+        const uint8_t *k = (BITS < 8 ? args.wide : args.tiles) + tile * KVC_TILE * dim;
         for (int t = 0; t < TILES; t++, k += KVC_TILE * dim) key_products(BITS, k, hi, lo, dim, args.ahead, &sums[t]);
         for (int t = 0; t < TILES; t++) {
             __m512 scale = kvc_scales(args.meta, (tile + t) * KVC_TILE), x;
@@ -106,7 +104,13 @@ INLINE void int_qk(int BITS, kvc_qk_args args)
         }
     }
 }
-void kvc_amx_qk_int8(const kvc_qk_args *args) { int_qk(8, *args); }
+void kvc_amx_qk_int8(const kvc_qk_args *args)
+{
+    if (args->many)
+        kvc_amx_qk_many_int8(args);
+    else
+        int_qk(8, *args);
+}
 void kvc_amx_qk_int4(const kvc_qk_args *args) { int_qk(4, *args); }
 void kvc_amx_qk_int2(const kvc_qk_args *args) { int_qk(2, *args); }
 
@@ -132,18 +136,17 @@ INLINE void int_pv(int BITS, kvc_pv_args args)
 {
     bool two = BITS == 8 || args.digits != KVC_P_BYTE, stacked = args.rows <= KVC_AMX_HALF, twice = two && !stacked;
     _Alignas(64) uint8_t digits[2 * KVC_WIDE][KVC_WIDE_STEP];
-    _Alignas(64) uint8_t codes[KVC_WIDE_STEP * KVC_MAX_DIM];
     uint8_t (*hi)[KVC_WIDE_STEP] = digits, (*lo)[KVC_WIDE_STEP] = digits + (stacked ? KVC_AMX_HALF : KVC_WIDE);
     limb_sums sums[TILES];
     int32_t sum[KVC_WIDE];
     float step[KVC_WIDE];
     for (int64_t t = 0; t < args.n; t += KVC_WIDE_STEP) {
-        const uint8_t *v = args.tiles + t * args.dim * BITS / 8;
-        if (BITS < 8) unpack_value(BITS, v, args.dim, args.ahead, codes);
+        const uint8_t *v = (BITS < 8 ? args.wide : args.tiles) + t * args.dim;
+        if (BITS < 8 && !args.ready)
+            unpack_value(BITS, args.tiles + t * args.dim * BITS / 8, args.dim, args.ahead, args.wide + t * args.dim);
         for (int64_t r = 0; r < args.rows; r += 4)
             weigh(args.p + r * args.ld + t, args.ld, kvc_min(4, args.rows - r), args.meta + 2 * t, KVC_WIDE_STEP, !two,
                   (digits_of){hi[r], lo[r], KVC_WIDE_STEP, step + r, sum + r});
-        if (BITS < 8) v = codes;
         kvc_amx_load(2, hi, KVC_AMX_BYTES);
         if (twice) kvc_amx_load(3, lo, KVC_AMX_BYTES);
         for (int64_t d0 = 0; d0 < args.dim; d0 += TILES * KVC_TILE) {
@@ -165,7 +168,13 @@ INLINE void int_pv(int BITS, kvc_pv_args args)
         }
     }
 }
-void kvc_amx_pv_int8(const kvc_pv_args *args) { int_pv(8, *args); }
+void kvc_amx_pv_int8(const kvc_pv_args *args)
+{
+    if (args->many)
+        kvc_amx_pv_many_int8(args);
+    else
+        int_pv(8, *args);
+}
 void kvc_amx_pv_int4(const kvc_pv_args *args) { int_pv(4, *args); }
 void kvc_amx_pv_int2(const kvc_pv_args *args) { int_pv(2, *args); }
 KVC_TARGET_END

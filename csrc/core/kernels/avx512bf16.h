@@ -52,15 +52,17 @@ INLINE __m512i fp8_half(int second, __m512i a, __m512i b)
     return _mm512_permutex2var_epi32(a, _mm512_or_si512(first, _mm512_set1_epi32(second)), b);
 }
 
-/* 16 weights from p (times scale, if meta is given; 0 from token n on) as bf16, and the remainders. */
+/* 16 weights from p (times scale, if meta is given; 0 from token n on) as bf16, and the remainders
+ * unless rest is NULL. */
 INLINE void bf16_split(const float *p, const uint8_t *meta, int64_t t, int64_t n, uint16_t *half, uint16_t *rest)
 {
     __mmask16 stored = (__mmask16)(n - t >= 16 ? 0xffffu : (1u << (n - t)) - 1);
     __m512 scale = meta ? kvc_scales(meta, t) : _mm512_set1_ps(1);
     __m512 x = _mm512_maskz_mul_ps(stored, _mm512_loadu_ps(p + t), scale);
     __m256i first = (__m256i)_mm512_cvtneps_pbh(x);
-    __m512 back = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(first), 16));
     _mm256_store_si256((__m256i *)half, first);
+    if (!rest) return;
+    __m512 back = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(first), 16));
     _mm256_store_si256((__m256i *)rest, (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, back)));
 }
 
