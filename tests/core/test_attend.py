@@ -317,7 +317,7 @@ def test_page_per_head_tables():
 
 
 @pytest.mark.parametrize("key", ["int8", "fp8_e4m3", "int4"])
-def test_pages_that_hardly_count(key):
+def test_pages_whose_weights_underflow(key):
     """Scores that differ by hundreds: the weights of whole pages underflow, without other effects."""
     store = Store(key, key, D=32)
     k = data(1, 2, 300, 32, 1)

@@ -121,7 +121,7 @@ def test_bad_blocks(error, text, call):
         call()
 
 
-def test_the_op_refuses_what_is_no_page():
+def test_pack_codes_refuses_invalid_arguments():
     codes, scales = torch.zeros(1, 1, 16, 32, dtype=torch.uint8), torch.ones(1, 1, 16).half()
     int8 = CODE["int8"]
     for error, text, args in (

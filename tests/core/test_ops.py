@@ -276,7 +276,7 @@ def test_bad_reads_say_read(text, change):
         ops.read(*args)
 
 
-def test_a_level_that_is_none_is_an_error_in_every_op():
+def test_an_unknown_level_is_an_error_in_every_op():
     """Also when handmade int4 pages are read."""
     code = """
 import torch

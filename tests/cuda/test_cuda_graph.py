@@ -167,7 +167,7 @@ def test_made_in_inference_mode(monkeypatch):
     pair.step(2)
 
 
-def test_an_eviction_wants_a_new_recording(monkeypatch):
+def test_an_eviction_needs_a_new_capture(monkeypatch):
     pair = Pair(monkeypatch, "twin", 1, **OPTIONS["int8"])
     first = pair.draw(150)
     pair.both(lambda kv: kv.append(*(x.to(kv.device) for x in first[1:])))

@@ -47,7 +47,7 @@ def test_ranks_that_share_a_layer(tmp_path):
         dist.destroy_process_group()
 
 
-def test_tokens_and_scores_may_lie_there(tmp_path):
+def test_ids_and_scores_on_the_device(tmp_path):
     ids = torch.arange(30)[None]
     scores, slots = torch.rand(1, 2, 9), torch.arange(9, dtype=torch.int32).expand(1, 2, 9).contiguous()
     budget = torch.full((1, 2), 4)
@@ -57,7 +57,7 @@ def test_tokens_and_scores_may_lie_there(tmp_path):
         assert torch.equal(ops.select(*(x.to(FAR) for x in (scores, slots)), None, budget.to(FAR)).cpu(), want)
 
 
-def test_a_first_long_call_is_looked_at_there():
+def test_format_check_on_the_device():
     """Whether K suits the format is checked on the device's tensors."""
     from models import model
 

@@ -145,7 +145,7 @@ def test_copies_come_after_all_streams(streams, monkeypatch):
     assert device_memory.mark(arena) == 1 and joined[0] is arena.bytes
 
 
-def test_a_stream_that_rests_is_waited_for_once(streams):
+def test_idle_streams_are_waited_for_once(streams):
     arena, a, b, waits = arena_of(_C.Pool(1 << 24)), Stream(), Stream(), []
     b.wait_stream = waits.append
     for stream, n in ((a, 1), (b, 5), (a, 1), (b, 5)):

@@ -171,7 +171,7 @@ def test_drafts_with_per_head_policies_need_kvcompress_attention():
     kvcompress.KVCache(config, policy=KNorm(40)).activate_past_recording()
 
 
-def test_layers_of_their_own_widths_stay_as_they_are():
+def test_cross_attention_layers_are_unchanged():
     """Without a policy: cross-attention layers keep their initial contents, next to layers that grow."""
     cache = kvcompress.KVCache(select(copy.deepcopy(model("llama")), "sdpa").config, "raw")
     wide, narrow = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 4, 16)

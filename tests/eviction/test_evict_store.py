@@ -76,7 +76,7 @@ def test_numbers_of_tokens_are_those_of_what_is_read_back(key, value):
 
 
 @pytest.mark.parametrize("policy", [StreamingLLM(4, 28, slack=8), TOVA(32, slack=8), H2O(32, heads="shared", slack=8)])
-def test_heads_that_were_evicted_apart_choose_apart(policy):
+def test_heads_evicted_separately_choose_separately(policy):
     """Separate evictions by hand, under a policy that keeps the same tokens in all heads."""
     kv = PagedKV(H, D, page_size=PAGE, policy=policy)
     call = lambda T: kv.attend(*(torch.randn(1, h, T, D) for h in (2 * H, H, H)))  # noqa: E731

@@ -310,7 +310,7 @@ def test_a_calibration_without_a_file_goes_along(made):
     assert again.forward_pass.calibration is found
 
 
-def test_a_head_that_says_nothing_has_no_axes(made):
+def test_a_head_without_variance_gets_the_identity(made):
     model, ids = copy.deepcopy(made[0]), models.ids(1, 400)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.zero_()

@@ -156,7 +156,7 @@ def test_generate_compiles():
     pytest.param(x, marks=[] if x == "kvcompress" else pytest.mark.full) for x in IMPLEMENTATIONS
 ])  # fmt: skip
 @pytest.mark.parametrize("mode", [mode for mode in MODES if "fp" not in mode and "bf" not in mode])
-def test_not_compiled_it_is_a_cache_as_any(mode, implementation):
+def test_uncompiled_static_cache_equals_a_growing_one(mode, implementation):
     m = select(model("llama"), implementation)
     noisy = copy.deepcopy(m)
     with torch.no_grad():
@@ -276,7 +276,7 @@ def test_a_growing_cache_stays_out_of_graphs(policy, implementation):
 
 @pytest.mark.parametrize("mode", ["left_padding", pytest.param("two_turns", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_family_takes_it(name, mode):
+def test_static_caches_of_every_family(name, mode):
     """Not compiled: with every kind of layer, a static cache gives the results of a growing one."""
     if name == "llama4" and hf.__version__.startswith(OLD_LLAMA4):
         pytest.skip("this transformers cannot make Llama 4's masks for static caches, its own included")

@@ -38,7 +38,7 @@ def test_dict_and_back(options):
     assert KVCache.from_dict(config, options).to_dict() == cache.to_dict()
 
 
-def test_policies_that_are_none_are_refused():
+def test_invalid_policies_are_refused():
     config = model("llama").config
     for bad in ({"policy": "StoredTokens"}, {"policy": "H2O", "args": [64], "more": 1}, {}):
         with pytest.raises(ValueError, match=r"Policy\.to_dict"):
@@ -47,7 +47,7 @@ def test_policies_that_are_none_are_refused():
         KVCache(config, policy=policies.H2O(64), max_length=128)
 
 
-def test_a_dict_with_a_name_that_is_none():
+def test_from_dict_with_an_unknown_name():
     with pytest.raises(ValueError, match=r"expected options out of .*'sinks'.*got \['bits'\]"):
         KVCache.from_dict(model("llama").config, {"bits": 4})
 
@@ -147,7 +147,7 @@ def test_a_patch_asks_the_configs_that_generate_asks(llama, monkeypatch):
         assert patch.calls == len(ours)
 
 
-def test_patch_for_good_and_one_within_another(llama):
+def test_permanent_and_nested_patches(llama):
     outer = patch_generate(llama, key="int8", value="int4", fused=False)
     assert llama.config._attn_implementation == "eager" and outer.report is None
     with patch_generate(llama, "int4"):
@@ -156,7 +156,7 @@ def test_patch_for_good_and_one_within_another(llama):
     assert outer.calls == 2
 
 
-def test_calls_that_say_which_cache_are_left_alone(llama):
+def test_calls_with_a_cache_argument_are_not_patched(llama):
     patch = patch_generate(llama, "int8")
     for name in {"past_key_values", CACHE_ARGUMENT, *(["cache_params"] if CACHE_ARGUMENT == "cache" else [])}:
         own = hf.DynamicCache(config=llama.config)

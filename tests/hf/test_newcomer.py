@@ -122,7 +122,7 @@ def _args(command, run):
     return argparse.Namespace(command=command, run=run, measure=None, out=None)
 
 
-def test_dynamic_takes_as_long_as_itself() -> None:
+def test_time_of_dynamic_relative_to_itself_is_one() -> None:
     cost = {"steady": 1, "peak": 1, "prefill": 1.0, "held": 8, "spread": [0.8, 1.4]}
     cells = [
         ({"strategy": name, "kind": "cost"}, {**cost, "decode": ms, "decode_ratio": ratio})

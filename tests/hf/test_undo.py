@@ -57,7 +57,7 @@ def check_same(cache, twin):
     {"key": "raw", "spans": [(0, 30, "kivi2")]}, {"key": "raw", "spans": [(0, 0.49, "int8")]},
     {"key": "int8", "spans": [(0, 0.3, "raw"), (0.3, 1, "int4")]},
 ])  # fmt: skip
-def test_nothing_is_left_of_a_failed_pass(options, implementation):
+def test_a_failed_pass_is_rolled_back(options, implementation):
     """Calls of one token and of many, with or without sealed pages, rows of equal or different lengths."""
     m = select(copy.deepcopy(model("llama")), implementation)
     for pads, lengths in ((None, [40, 13, 1, 1, 1]), (5, [30, *[1] * 22]), (17, [70, 5, 31])):
@@ -101,7 +101,7 @@ def test_beams_that_share_what_is_sealed():
     assert torch.equal(run(m, cache, 30, 3), run(m, twin, 30, 3))
 
 
-def test_no_allocation_of_the_way_back_can_fail():
+def test_rollback_does_not_allocate():
     m = select(copy.deepcopy(model("llama")), "kvcompress")
     hook = None
     for n in range(1, 60):
@@ -141,7 +141,7 @@ def hybrid():
     return hybrid_of("linear", "full")
 
 
-def test_the_first_pass_of_a_hybrid_model_is_taken_back(hybrid):
+def test_the_first_pass_of_a_hybrid_model_is_rolled_back(hybrid):
     cache, twin = cache_of(hybrid, "raw"), cache_of(hybrid, "raw")
     hook = poison(hybrid)
     with pytest.raises(ValueError, match="NaN"), torch.no_grad():
@@ -151,7 +151,7 @@ def test_the_first_pass_of_a_hybrid_model_is_taken_back(hybrid):
         assert torch.equal(run(hybrid, cache, T), run(hybrid, twin, T))
 
 
-def test_a_later_one_is_not_and_says_so_until_reset(hybrid):
+def test_later_passes_of_a_hybrid_model_raise_until_reset(hybrid):
     cache, twin = cache_of(hybrid, "raw"), cache_of(hybrid, "raw")
     run(hybrid, cache, 20)
     before = copy.deepcopy(cache)
@@ -187,7 +187,7 @@ def break_off(m, cache, where, T):
 
 
 @pytest.mark.parametrize("filled", [0, 20])
-def test_states_that_are_ahead_are_not_taken_for_whole(filled):
+def test_states_ahead_of_the_pages_are_detected(filled):
     """A pass interrupted between linear-attention layers and the attention layers after them."""
     m = hybrid_of("linear", "linear", "full", "linear")
     cache, twin = cache_of(m, "raw"), cache_of(m, "raw")
@@ -229,7 +229,7 @@ def test_a_pass_interrupted_after_its_last_layer_is_complete():
     assert torch.equal(run(m, cache, 2), run(m, twin, 2))
 
 
-def test_a_model_that_stops_early_may():
+def test_a_model_that_runs_only_its_first_layers():
     """Only the first layers, call after call: the contents of the others do not matter."""
     m = copy.deepcopy(model("llama"))
     enable(m, verbose=False)

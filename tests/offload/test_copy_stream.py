@@ -62,7 +62,7 @@ def test_an_arena_grows_by_whole_units():
 
 
 @pytest.mark.parametrize("where", [{}, {"host_bytes": 0, "file_bytes": None}])
-def test_a_page_goes_when_it_is_written(where):
+def test_offload_waits_for_writes(where):
     arena, pieces = arena_of()
     tiers = Tiers(**where)
     for value in range(2, 12):
@@ -73,7 +73,7 @@ def test_a_page_goes_when_it_is_written(where):
         tiers.drop(extent)
 
 
-def test_a_page_comes_when_what_was_there_has_been_read():
+def test_onload_waits_for_reads():
     arena, pieces = arena_of()
     tiers = Tiers()
     for value in range(2, 12):

@@ -136,7 +136,7 @@ def test_half_by_the_kernels_of_each(first):
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:first", "meta", "cuda:99", 1.5, None])
-def test_what_is_no_device(name):
+def test_invalid_devices(name):
     kv, cache = PagedKV(1, 32), KVCache(model("llama").config)
     for x in (kv, cache):
         with pytest.raises(ValueError, match="device: expected cpu"):

@@ -130,7 +130,7 @@ def test_pieces_are_checked():
 # ------------------------------------------------------------------ budgets
 
 
-def test_host_then_files_then_no(tmp_path):
+def test_host_then_files_then_memory_error(tmp_path):
     rng = np.random.default_rng(2)
     tiers = Tiers(host_bytes=40_000, file_bytes=60_000, folder=tmp_path)
     kept = []
@@ -237,7 +237,7 @@ def test_decode_is_the_same_to_the_bit(llama, fmt, where):
     assert torch.equal(feed(llama, ours, ids(2, 3)), feed(llama, theirs, ids(2, 3)))
 
 
-def test_whatever_changes_the_cache_brings_pages_back(llama, tmp_path):
+def test_operations_that_change_the_cache_load_pages(llama, tmp_path):
     def acts(cache):
         yield lambda: cache.crop(-2)
         yield lambda: cache.reorder_cache(torch.tensor([1, 0]))

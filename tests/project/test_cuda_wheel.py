@@ -51,7 +51,7 @@ def wheel(tmp_path_factory):
     return found
 
 
-def test_it_holds_the_library_alone(wheel):
+def test_wheel_contains_only_the_library(wheel):
     assert wheel.name.startswith(f"kvcompress_cuda-{_C.__version__}-py3-none-linux_")
     with zipfile.ZipFile(wheel) as archive:
         names = sorted(x for x in archive.namelist() if "dist-info" not in x)
@@ -60,7 +60,7 @@ def test_it_holds_the_library_alone(wheel):
     assert f"Requires-Dist: kvcompress=={_C.__version__}\n" in metadata
 
 
-def test_kvcompress_finds_it(wheel, tmp_path):
+def test_kvcompress_finds_the_installed_wheel(wheel, tmp_path):
     code = "from kvcompress.files import cuda_library; print(cuda_library())"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)

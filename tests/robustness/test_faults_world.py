@@ -92,7 +92,7 @@ def test_a_tier_on_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert equal(got, cache_goes_on(twin)) and not list(tmp_path.iterdir()) and write is os.write
 
 
-def test_a_tier_whose_files_go() -> None:
+def test_tier_files_missing_or_damaged() -> None:
     """A file that is missing, truncated or changed: the call raises and the cache is unchanged; with the file restored
     it continues."""
     want = cache_goes_on(filled("plain"))[0]

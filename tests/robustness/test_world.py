@@ -72,7 +72,7 @@ def test_a_planted_link_is_not_followed(tmp_path, monkeypatch, what):
     assert victim.read_bytes() == b"precious"
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_save_syncs_before_the_rename(tmp_path, monkeypatch):
     """And before `save` returns: after a crash of the machine, the old or the new file exists, complete."""
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
@@ -87,7 +87,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert done == ["part", "replace", ""]
 
 
-def test_what_is_attended_in_place_has_no_name(tmp_path):
+def test_files_attended_in_place_are_unlinked(tmp_path):
     """A mapped file cannot be truncated by name any more; pages are fetched from the mapping."""
     torch.manual_seed(1)
     cache = filled(600)

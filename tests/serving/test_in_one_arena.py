@@ -220,7 +220,7 @@ def test_chats_in_little_memory(model, key, arena, bound, uncompressed):
 @pytest.mark.parametrize(
     ("key", "bound"), [("raw", 1e-4), ("int8", 0.25), pytest.param("int4", 0.5, marks=pytest.mark.full)]
 )
-def test_they_outgrow_the_arena(model, key, bound):
+def test_sequences_that_outgrow_the_arena(model, key, bound):
     """All six are admitted, and grow beyond it: the youngest wait on the host and give what they give alone."""
     requests = Requests(model, 2 << 20, key, page_size=16)
     asked = [requests.submit([5 + i] * (20 + i), 40) for i in range(6)]

@@ -83,7 +83,7 @@ def test_second_prompt_is_that_of_a_run_with_the_same_calls(llama, fmt):
     assert prefix.stats()["saved_tokens"] == known
 
 
-def test_it_wants_a_config_first():
+def test_a_config_is_required():
     for wrong in (_C.Pool(), None, "llama"):
         with pytest.raises(TypeError, match="config: expected a transformers config"):
             PrefixCache(wrong)
@@ -118,7 +118,7 @@ def committed(llama, *args, extra=(), **options):
     return prefix, prompt
 
 
-def test_anything_else_is_no_hit(llama):
+def test_other_keys_miss(llama):
     prefix, prompt = committed(llama, "int8", salt="a", extra=("adapter",))
     assert prefix.open(prompt, extra=("adapter",)).get_seq_length() == 84
 
@@ -143,7 +143,7 @@ def test_anything_else_is_no_hit(llama):
     assert prefix.open(prompt, extra=("adapter",)).get_seq_length() == 84
 
 
-def test_what_pages_depend_on_counts_whole(llama):
+def test_extra_inputs_are_hashed_completely(llama):
     """Images and other inputs: every element counts, whatever str() prints."""
     image = torch.zeros(3, 64, 64)
     pixel = image.clone()

@@ -70,7 +70,7 @@ def test_offloaded_prefixes_are_restored_exactly(llama, where):
     assert tiers.stats()["host"] == tiers.stats()["file"] == 0
 
 
-def test_links_go_together(llama):
+def test_entries_are_offloaded_in_extents(llama):
     """In extents of at most a unit plus a link; each of a single chain, and what is still needed stays."""
     tiers = Tiers()
     prefix = PrefixCache(llama.config, "int8", page_size=P, tiers=tiers)
@@ -97,7 +97,7 @@ def test_links_go_together(llama):
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("harm", ["bit", "gone"])
-def test_what_does_not_come_back_is_a_miss(llama, harm, together, tmp_path):
+def test_failed_fetches_are_misses(llama, harm, together, tmp_path):
     tiers = Tiers(**FILE, folder=tmp_path)
     prefix = PrefixCache(llama.config, "int8", page_size=P, tiers=tiers)
     wanted = pages(fed(llama, prefix, PROMPTS[0]), KNOWN)
@@ -124,7 +124,7 @@ def test_what_does_not_come_back_is_a_miss(llama, harm, together, tmp_path):
     prefix._prefix.check()
 
 
-def test_full_tiers_forget_what_waits_longest(llama):
+def test_full_tiers_drop_the_oldest_entries(llama):
     one = room_for(llama, 1)
     tiers = Tiers(host_bytes=2 * one)
     prefix = PrefixCache(llama.config, "int8", page_size=P, max_bytes=one, tiers=tiers, max_entries=11)
@@ -141,7 +141,7 @@ def test_full_tiers_forget_what_waits_longest(llama):
     assert none.open(PROMPTS[1]).get_seq_length() == KNOWN
 
 
-def test_a_full_pool_drops_what_is_not_parked(llama):
+def test_a_full_pool_drops_entries_that_are_not_offloaded(llama):
     """Of a chain whose end is offloaded, the rest can be evicted, too; committing it again makes the end usable."""
     prefix = PrefixCache(llama.config, "raw", page_size=P, tiers=Tiers(), pool=_C.Pool(2 << 20))
     fed(llama, prefix, PROMPTS[0])

@@ -91,7 +91,7 @@ def test_a_warning_names_the_layers_once(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
-def test_strict_refuses_and_keeps_what_there_was(implementation):
+def test_strict_raises_and_changes_nothing(implementation):
     m = select(biased(), implementation)
     cache = KVCache(m.config, "int4_token", strict=True)
     call(m, cache, 20)
@@ -107,7 +107,7 @@ def test_strict_refuses_and_keeps_what_there_was(implementation):
     call(m, KVCache(m.config, "int4", strict=True))
 
 
-def test_short_calls_are_looked_at_before_they_are_sealed():
+def test_short_calls_are_checked_before_they_are_sealed():
     m = select(biased(), "kvcompress")
     cache = KVCache(m.config, "int4_token", strict=True, page_size=32)
     call(m, cache, 20)

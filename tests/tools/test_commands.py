@@ -170,7 +170,7 @@ def test_mistakes_are_one_line(arguments, hint, capsys):
     assert status == 1 and error.startswith("kvcompress: ") and hint in error, error
 
 
-def test_results_that_are_none_draw_nothing(capsys, tmp_path):
+def test_invalid_results_draw_nothing(capsys, tmp_path):
     path, picture = tmp_path / "r.json", tmp_path / "r.png"
     path.write_text("null")
     for kind in ("pareto", "latency"):
@@ -260,7 +260,7 @@ def test_version(capsys):
     assert stop.value.code == 0 and capsys.readouterr().out.startswith("kvcompress 0.")
 
 
-def test_what_python_is_asked_for_and_is_not_there():
+def test_invalid_arguments_in_python():
     from models import model
 
     from kvcompress import H2O, KVCache, evaluate

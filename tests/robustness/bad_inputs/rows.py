@@ -35,7 +35,7 @@ ROWS = {
         "test_tiers.py::test_random_delays_and_failures", "test_tiers.py::test_a_thousand_runs_and_no_wrong_byte",
     ),
     "a load that failed taken for one that did not": (
-        "test_tiers.py::test_damaged_tier_is_an_error", "test_faults_world.py::test_a_tier_whose_files_go",
+        "test_tiers.py::test_damaged_tier_is_an_error", "test_faults_world.py::test_tier_files_missing_or_damaged",
     ),
     "exact multiples of a page": (
         "test_attend.py::test_page_borders", "bad_inputs/test_edges.py::test_nothing_is_read_past_its_end",
@@ -45,8 +45,8 @@ ROWS = {
     ),
     "found and gone before it is taken": ("test_threads.py::test_eight_threads",),
     "digests that collide": ("test_prefix.py::test_collisions_are_misses",),
-    "a key that forgets the model, the salt, the format": ("test_prefix.py::test_anything_else_is_no_hit",),
-    "who may know of a shared prefix": ("test_prefix.py::test_anything_else_is_no_hit",),
+    "a key that forgets the model, the salt, the format": ("test_prefix.py::test_other_keys_miss",),
+    "who may know of a shared prefix": ("test_prefix.py::test_other_keys_miss",),
     "hostile files": ("test_files.py::test_hostile_files", "test_files.py::test_damage_is_found"),
     "mutators that forget the quantized part": (
         "test_mutators.py::test_as_dynamic_cache", "test_matrix.py::test_sample",
@@ -61,7 +61,7 @@ ROWS = {
     ),
     "drafts that are taken back": ("test_mutators.py::test_a_rejected_draft_leaves_no_trace",),
     "graphs that replay old pointers": (
-        "test_cuda_graph.py::test_replay", "test_cuda_graph.py::test_an_eviction_wants_a_new_recording",
+        "test_cuda_graph.py::test_replay", "test_cuda_graph.py::test_an_eviction_needs_a_new_capture",
         "test_cuda_graph.py::test_captured_memory_does_not_move",
     ),
     "odd head dims, strides and offsets": (
