@@ -1,6 +1,6 @@
 /* attend_latent.c - prepares a page of latents (MLA) for attention. The key is the latent (stored as K) and the rotary
  * part (stored as V); the value is the latent. V is therefore used for scores and K is summed, so each side is
- * converted to the other side's layout: as codes if the level has a kernel for the format, otherwise as fp32. The cost,
+ * converted to the other side's layout: as it is if the level has a kernel for the format, otherwise as fp32. The cost,
  * once per page, is small compared with the products for all query heads. */
 #include "attend_work.h"
 
@@ -53,14 +53,34 @@ static kvc_side as_floats(kvc_work *w, const kvc_side *side, int64_t n, uint8_t 
     return (kvc_side){KVC_RAW_F32, !side->key, D, side->page_size, room, NULL};
 }
 
+/* A tile of 16-bit values: words of two dims of a token become words of two tokens of a dim, or the other way round. */
+static void turn_halves(const kvc_side *side, const uint32_t *from, uint32_t *to)
+{
+    int64_t D = side->dim;
+    for (int64_t pair = 0; pair < KVC_TILE / 2; pair++)
+        for (int64_t d = 0; d < D; d += 2) {
+            int64_t k = d / 2 * KVC_TILE + 2 * pair, v = pair * D + d;
+            const uint32_t *x = from + (side->key ? k : v);
+            uint32_t *y = to + (side->key ? v : k);
+            y[0] = (x[0] & 0xffff) | x[1] << 16;
+            y[1] = x[0] >> 16 | (x[1] & 0xffff0000);
+        }
+}
+
 static kvc_side turned(kvc_work *w, const kvc_side *side, int64_t n, uint8_t *room)
 {
     const kvc_kernels *kernels = w->at.job->call->kernels;
     int f = side->format;
     bool own = side->key ? kernels->pv[f] != NULL : kernels->qk[f] != NULL;
-    if (!own || !kernels->tile || kvc_format_is_raw(f)) return as_floats(w, side, n, room);
-    for (int64_t t = 0; t < n; t += KVC_TILE)
-        kernels->tile->turn(side, t / KVC_TILE, room + t / KVC_TILE * kvc_tile_bytes(f, side->dim));
+    if (kvc_format_is_raw(f)) own = kernels->wide && kernels->wide->qk[f]; /* else fp32 takes no longer */
+    if (!own || !kernels->tile) return as_floats(w, side, n, room);
+    for (int64_t t = 0; t < n; t += KVC_TILE) {
+        int64_t at = t / KVC_TILE * kvc_tile_bytes(f, side->dim);
+        if (kvc_format_is_raw(f))
+            turn_halves(side, (const uint32_t *)(const void *)(side->tiles + at), (uint32_t *)(void *)(room + at));
+        else
+            kernels->tile->turn(side, t / KVC_TILE, room + at);
+    }
     return (kvc_side){f, !side->key, side->dim, side->page_size, room, side->meta};
 }
 
