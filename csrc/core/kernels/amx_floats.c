@@ -1,5 +1,5 @@
-/* amx_floats.c - bf16 and fp8 pages, and int8 pages for many rows, against up to 16 query rows at once, on AMX tiles by
- * TDPBF16PS: q and p are one bf16, or two if one is not exact, as on avx512bf16.
+/* amx_floats.c - bf16 and fp8 pages, and integer codes for many rows, against up to 16 query rows at once, on AMX tiles
+ * by TDPBF16PS: q and p are one bf16, or two if one is not exact, as on avx512bf16.
  *
  * `make page-cycles LEVEL=amx` (avx512bf16) on Granite Rapids, cycles per page, K / V, q and p in one bf16:
  *
@@ -22,15 +22,15 @@
 #define TILES (KVC_WIDE_STEP / KVC_TILE) /* see amx_ints.c */
 #define STEP (KVC_AMX_BYTES / 2)         /* bf16 in a row of a tile register */
 
-enum { BF16, INT8, E4M3, E5M2 };
+enum { BF16, INT8, INT4, INT2, E4M3, E5M2 };
 
-/* Four codes of int8 per lane, minus 128, as bf16: `first` gets two of them, `second` the others. */
-INLINE void int8_to_bf16(__m512i w, __m512i *first, __m512i *second)
+/* Four codes per lane, minus their middle, as bf16: `first` gets two of them, `second` the others. */
+INLINE void ints_to_bf16(float middle, __m512i w, __m512i *first, __m512i *second)
 {
     const __m512i byte = _mm512_set1_epi32(255), upper = _mm512_set1_epi32((int)0xffff0000);
     __m512i x[4] = {_mm512_and_si512(w, byte), _mm512_and_si512(_mm512_srli_epi32(w, 8), byte),
                     _mm512_and_si512(_mm512_srli_epi32(w, 16), byte), _mm512_srli_epi32(w, 24)};
-    EACH (i, 4) x[i] = _mm512_castps_si512(_mm512_sub_ps(_mm512_cvtepi32_ps(x[i]), _mm512_set1_ps(128)));
+    EACH (i, 4) x[i] = _mm512_castps_si512(_mm512_sub_ps(_mm512_cvtepi32_ps(x[i]), _mm512_set1_ps(middle)));
     *first = _mm512_ternarylogic_epi32(_mm512_srli_epi32(x[0], 16), x[1], upper, 0xf8); /* a | (b & c) */
     *second = _mm512_ternarylogic_epi32(_mm512_srli_epi32(x[2], 16), x[3], upper, 0xf8);
 }
@@ -45,8 +45,8 @@ INLINE void widen(int KIND, const uint8_t *from, int64_t rows, int64_t stride, p
             uint8_t *out = to + (2 * row * stride + i) * 4;
             __m512i w = _mm512_loadu_si512(at), first, second, a, b;
             kvc_prefetch(at, 0, ahead);
-            if (KIND == INT8) {
-                int8_to_bf16(w, &first, &second);
+            if (KIND <= INT2) {
+                ints_to_bf16(KIND == INT8 ? 128 : KIND == INT4 ? 7.5f : 1.5f, w, &first, &second);
             } else {
                 fp8_to_bf16(&table, w, &a, &b);
                 first = fp8_half(0, a, b), second = fp8_half(1, a, b);
@@ -139,5 +139,7 @@ void kvc_amx_pv_raw_bf16(const kvc_pv_args *args) { pv(BF16, args); }
 void kvc_amx_pv_fp8_e4m3(const kvc_pv_args *args) { pv(E4M3, args); }
 void kvc_amx_pv_fp8_e5m2(const kvc_pv_args *args) { pv(E5M2, args); }
 void kvc_amx_pv_many_int8(const kvc_pv_args *args) { pv(INT8, args); }
+void kvc_amx_pv_many_int4(const kvc_pv_args *args) { pv(INT4, args); }
+void kvc_amx_pv_many_int2(const kvc_pv_args *args) { pv(INT2, args); }
 KVC_TARGET_END
 #endif

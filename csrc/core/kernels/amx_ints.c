@@ -168,14 +168,22 @@ INLINE void int_pv(int BITS, kvc_pv_args args)
         }
     }
 }
-void kvc_amx_pv_int8(const kvc_pv_args *args)
+
+/* For many rows, as bf16 (amx_floats.c): planes are first unpacked to the second half of `wide`. */
+INLINE void pv(int BITS, kvc_pv_args args, kvc_pv_fn *as_bf16)
 {
-    if (args->many)
-        kvc_amx_pv_many_int8(args);
-    else
-        int_pv(8, *args);
+    if (!args.many) {
+        int_pv(BITS, args);
+        return;
+    }
+    uint8_t *codes = args.wide + args.n * args.dim;
+    for (int64_t t = 0; BITS < 8 && !args.ready && t < args.n; t += KVC_WIDE_STEP)
+        unpack_value(BITS, args.tiles + t * args.dim * BITS / 8, args.dim, args.ahead, codes + t * args.dim);
+    if (BITS < 8) args.tiles = codes, args.ahead = 0;
+    as_bf16(&args);
 }
-void kvc_amx_pv_int4(const kvc_pv_args *args) { int_pv(4, *args); }
-void kvc_amx_pv_int2(const kvc_pv_args *args) { int_pv(2, *args); }
+void kvc_amx_pv_int8(const kvc_pv_args *args) { pv(8, *args, kvc_amx_pv_many_int8); }
+void kvc_amx_pv_int4(const kvc_pv_args *args) { pv(4, *args, kvc_amx_pv_many_int4); }
+void kvc_amx_pv_int2(const kvc_pv_args *args) { pv(2, *args, kvc_amx_pv_many_int2); }
 KVC_TARGET_END
 #endif

@@ -43,7 +43,7 @@ KVC_BF16_KERNELS(KVC_DECLARE, avx512bf16)
     KVC_BF16_KERNELS(CALL, isa) CALL(isa, int8, INT8) CALL(isa, int4, INT4) CALL(isa, int2, INT2) CALL(isa, int2, CAL2)
 KVC_AMX_KERNELS(KVC_DECLARE, amx)
 kvc_qk_fn kvc_amx_qk_many_int8;
-kvc_pv_fn kvc_amx_pv_many_int8;
+kvc_pv_fn kvc_amx_pv_many_int8, kvc_amx_pv_many_int4, kvc_amx_pv_many_int2;
 bool kvc_avx512bf16_halves(const kvc_query_form *form, int64_t rows, int64_t dim);
 void kvc_avx512_limbs(const kvc_query_form *form, int64_t rows, int64_t dim);
 void kvc_avx512_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
