@@ -231,8 +231,9 @@ static int64_t heads_together(const kvc_job *job)
 static int64_t block_tokens(const kvc_call *call, int64_t group)
 {
     const kvc_store *s = &call->a->store;
-    int64_t rows = call->kernels->wide ? WIDE_ROWS : BLOCK_ROWS;
-    while (rows > BLOCK_ROWS && s->batch * s->heads * kvc_ceil_div(call->most_queries * group, rows) < RUNS) rows /= 2;
+    int64_t rows = call->kernels->wide ? WIDE_ROWS : BLOCK_ROWS, all = 0;
+    for (int64_t b = 0; b < s->batch; b++) all += call->rows[b * s->table_heads].queries * s->heads * group;
+    while (rows > BLOCK_ROWS && all < RUNS * rows) rows /= 2;
     return kvc_min(call->most_queries, kvc_max(1, rows / group));
 }
 
