@@ -74,6 +74,7 @@ ADD_POLICY = {
         after("CASES = {\n", '    "thirds": (Thirds(40), reference.thirds(40), 40),\n'),
     ),
     "docs/eviction.md": after("| each | 2406.11430 |\n", "| `Thirds(budget)` | every third token | each | |\n"),
+    "docs/api/policies.md": lambda text: text + "::: kvcompress.policies.thirds\n",
 }
 POLICY_WORKS = (
     """
@@ -87,6 +88,8 @@ files = ["tests/eviction/test_policies.py", "-k", "as_the_paper_says and thirds"
 assert pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]) == 0
 sources = ["tests/project/test_docs.py::test_policies_name_their_source"]
 assert pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", *sources, "-k", "Thirds"]) == 0
+pages = "tests/project/test_docs.py::test_every_public_name_is_in_the_api_pages"
+assert pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", pages]) == 0
 """
     + SMALL
 )
