@@ -214,6 +214,9 @@ static void test_sealed_alone(kvc_pool *pool, int64_t sinks, int key, int value)
     kvc_spec s = spec_of(2, sinks, KVC_RAW_BF16, key, value);
     uint8_t keep[60] = {0};
     int64_t n, heads, closed = sinks + 32;
+    int k_dims = kvc_format_get(key)->dim_multiple, v_dims = kvc_format_get(value)->dim_multiple;
+    s.key_dim = s.key_dim > k_dims ? s.key_dim : k_dims;
+    s.value_dim = s.value_dim > v_dims ? s.value_dim : v_dims;
     play_open(&p, pool, &s, 1, 3, 100);
     play_step(&p, &(step){.T = closed + 21});
     memset(keep, 1, (size_t)closed);

@@ -63,12 +63,14 @@ static void fed_back(kvc_pool *pool, int format, bool alone, const bool sides[2]
         play_end_call(&a);
         OK(kvc_table_reset(p.t, 0));
     }
+    /* Three standard deviations or more from the means of 40 runs: any format may be added, which changes the numbers. */
+    double gain = kvc_format_get(format)->bits == 2 ? .99 : .93;
     for (int side = 0; side < 2; side++) {
         double share = cost[side][1] / coded[side][1] / (cost[side][0] / coded[side][0]);
         if (!sides[side])
             CHECK(ragged ? fabs(share - 1) < .1 : share == 1); /* their pages contain other tokens */
         else
-            CHECK(alone ? fabs(share - 1) < .1 : share < .93); /* alone: only the gain differs */
+            CHECK(alone ? fabs(share - 1) < .12 : share < gain); /* alone: only the gain differs */
     }
     play_close(&p);
 }
