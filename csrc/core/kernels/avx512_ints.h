@@ -156,7 +156,7 @@ INLINE __m512 kvc_mid_score(int KIND, int LIMBS, __m512i dot, __m512 gain, float
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), x, _mm512_set1_ps(centre));
 }
 
-/* q . centroid of the page, for each row; out: room for 4. */
+/* q . centroid of the page, for each of NR rows. */
 INLINE void kvc_dot_centroid(int NR, const uint8_t *centroid, const kvc_query *query, int64_t row0, float *out)
 {
     __m512 sum[4];
@@ -169,7 +169,7 @@ INLINE void kvc_dot_centroid(int NR, const uint8_t *centroid, const kvc_query *q
                 _mm512_fmadd_ps(c, _mm512_loadu_ps(query->forms[KVC_PLAIN].q + (row0 + r) * query->dim + d), sum[r]);
     }
     KVC_JOIN_LANES(_mm256_add_ps, _mm_add_ps, sum, all);
-    _mm_storeu_ps(out, all);
+    _mm_mask_storeu_ps(out, (__mmask8)((1 << NR) - 1), all);
 }
 
 /* True if one limb of q is precise enough for this page (kvc_one_limb_of). */
