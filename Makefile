@@ -83,10 +83,10 @@ SANITIZERS := address,undefined
 asan-built: $(VENV)/.dev
 	$(call copy_built,asan,KVCOMPRESS_SANITIZE=$(SANITIZERS))
 
-asan: asan-built ## the suite under AddressSanitizer and UBSan, in a build of its own
+asan: asan-built ## the suite, or one ROOM= of it, under AddressSanitizer and UBSan, in a build of its own
 	cd build/asan && LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=. \
-	  ../../$(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider tests
+	  ../../$(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider tests/$(ROOM)
 
 sass: $(VENV)/.dev $(VENV)/.built $(VENV)/.tools ## the kernels' machine code, run without a GPU (needs nvcc)
 	$(PY) -m pytest -m "full or not full" -q -rfEs -n 2 -p no:cacheprovider $(wildcard tests/cuda/test_sass*.py)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def test_memory_goes_back_to_the_system() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="its shadow memory has page tables")
 @pytest.mark.parametrize("own", [0, 256 << 20])
 def test_page_tables_go_back_too(own: int) -> None:
     """If page tables of small pages remained, the next cache could not use huge pages."""
