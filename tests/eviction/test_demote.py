@@ -158,7 +158,7 @@ def test_to_and_from_json():
 
 
 @pytest.mark.parametrize("ladder, shares, text", [
-    (["int8", "raw"], None, "smaller formats, got 'int8' before 'raw'"), (["int4", "int8"], None, "smaller formats"),
+    (["int8", "raw"], None, "largest first, got 'int8' before 'raw'"), (["int4", "int8"], None, "largest first"),
     ([], None, "shares"), (["int8"], [1, 2], "1 numbers above 0"), (["int8", "int4"], [1, 0], "above 0"),
     (["int8", 3], None, "expected a format"), (["int8", "int5"], None, "expected formats out of .*got 'int5'"),
 ])  # fmt: skip

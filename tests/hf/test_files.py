@@ -130,7 +130,7 @@ def test_sliding_layers_are_saved_too(name, tmp_path):
     assert same(cache, twin)
     if name != "gpt_oss":  # whose full-attention layers can be cropped arbitrarily
         for x in (cache, twin):
-            with pytest.raises(ValueError, match="the window of"):
+            with pytest.raises(ValueError, match="a window of"):
                 x.crop(-99)
     assert torch.equal(feed(made, cache, ids(1, 7, 3)), feed(made, twin, ids(1, 7, 3)))
 

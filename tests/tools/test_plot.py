@@ -117,7 +117,7 @@ def test_the_picture_is_drawn(shapes, tmp_path):
     rows = [
         {"name": name, "S": S, "B": B, "D": D, "T": 1, "us": S * B / 100 + i, "of read": 0.5 + i / 20}
         for S, B, D in shapes
-        for i, name in enumerate((*speed_cuda.OURS, "int8 with accumulated attention", "append", "read", "flash"))
+        for i, name in enumerate((*speed_cuda.FORMATS, "int8 with accumulated attention", "append", "read", "flash"))
     ]
     rows += [{"name": "cudnn", "S": S, "B": B, "D": D, "error": "no kernel"} for S, B, D in shapes]
     speed_cuda.picture({"device": "a GPU", "rows": rows}, tmp_path / "x.png")
