@@ -133,7 +133,8 @@ typedef void kvc_pv_affine_fn(const kvc_affine *page, const float *p, int64_t ld
 
 /* Kernels for up to KVC_WIDE query rows at once, for the formats that have an entry, if dim and tokens are multiples of
  * KVC_WIDE_STEP. As kvc_qk_fn and kvc_pv_fn, except that q is padded to a multiple of KVC_WIDE rows, or to KVC_WIDE / 2 in
- * a block of no more, and o to a multiple of KVC_WIDE rows; q's padding may be read, and o's written. A thread calls begin before and end after using them. */
+ * a block of no more, and o to a multiple of KVC_WIDE rows; q's padding may be read, and o's written. A thread calls
+ * begin before and end after using them. */
 typedef struct kvc_wide_kernels {
     int rows[KVC_FORMATS]; /* the number of rows from which on they are faster */
     void (*begin)(void), (*end)(void);
