@@ -20,7 +20,7 @@ from .store.display_mixin import DisplayMixin, Stats
 from .store.page_store import PageStore
 from .store.pools import device_of
 from .store.sequence import Kept
-from .store.window import SlidingWindow
+from .store.window import AttentionWindow
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -114,7 +114,7 @@ class PagedKV(LayerStore, DisplayMixin):
         super().__init__(
             store,
             None if policy is None else Eviction(store, policy, *layer, rope),
-            SlidingWindow(store, window, chunked) if window or chunked else None,
+            AttentionWindow(store, window, chunked) if window or chunked else None,
         )
         self.num_kv_heads, self.head_dim, self.value_dim = store.num_kv_heads, store.head_dim, store.value_dim
         self.key, self.value, self.dtype, self.spans = store.key, store.value, store.dtype, store.spans

@@ -18,7 +18,7 @@ from .store.device_memory import sent
 from .store.page_store import PageStore
 from .store.pools import device_of
 from .store.sequence import copies
-from .store.window import SlidingWindow
+from .store.window import AttentionWindow
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,11 +34,11 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
 
     page_store: PageStore
     eviction: Eviction | None
-    sliding: SlidingWindow | None
+    sliding: AttentionWindow | None
     offload: LayerOffload | None
     held: list[_C.Held] | None = None
 
-    def __init__(self, page_store: PageStore, eviction: Eviction | None, sliding: SlidingWindow | None) -> None:
+    def __init__(self, page_store: PageStore, eviction: Eviction | None, sliding: AttentionWindow | None) -> None:
         self.page_store, self.eviction, self.sliding, self.offload = page_store, eviction, sliding, None
 
     @property
@@ -92,7 +92,7 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
         if self.eviction:
             self.eviction.offload = offload
 
-    def listeners(self) -> list[Eviction | SlidingWindow]:
+    def listeners(self) -> list[Eviction | AttentionWindow]:
         """The objects to notify of changes of the table."""
         return [x for x in (self.eviction, self.sliding) if x]
 

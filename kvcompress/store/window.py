@@ -1,7 +1,8 @@
-"""SlidingWindow: frees the pages outside of the window of a sliding-window or chunked layer."""
+"""AttentionWindow: frees the pages outside of the window of a sliding-window or chunked layer."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from .page_store import PageStore
 from .serialize import runs_of
 
 
-class SlidingWindow:
+class AttentionWindow:
     """Tracks the padding of a layer's rows, and frees the pages outside of its window.
 
     A call of up to page_size tokens may be a draft: the layer can be cropped to its start. After a longer call, it can
@@ -47,11 +48,10 @@ class SlidingWindow:
         self.last = 0  # slots of the last append
         self.next = 0  # no page can be freed before `release` of this slot
 
-    def clone(self, store: PageStore) -> SlidingWindow:
+    def clone(self, store: PageStore) -> AttentionWindow:
         """A copy for a copy of the layer."""
-        twin = object.__new__(SlidingWindow)
-        twin.__dict__.update(self.__dict__)
-        twin.store, twin.pads = store, self.pads.clone()
+        twin = copy.copy(self)
+        twin.store, twin.pads = store, copy.deepcopy(self.pads)
         return twin
 
     def on_appended(self, T: int, own: Tensor | None) -> None:
