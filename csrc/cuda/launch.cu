@@ -7,7 +7,6 @@
 
 #include <stdlib.h>
 
-KVC_DECLARE_KERNEL(kvc_list_kernel, kvc_call);
 #define DECLARE(name, per, kinds)                                                                                      \
     KVC_DECLARE_KERNEL(kvc_attend_##name##_64, kvc_call);                                                              \
     KVC_DECLARE_KERNEL(kvc_attend_##name##_128, kvc_call);                                                             \
@@ -26,6 +25,26 @@ KVC_DECLARE_KERNEL(kvc_accumulate_any_256, kvc_call);
 #define KVC_PIPED_BLOCKS(kinds) ((kinds) & (1u << KVC_KIND_INT4 | 1u << KVC_KIND_INT2) ? 3 : 2)
 
 KVC_KERNEL(kvc_kept_kernel, kvc_call, 32 * KVC_WARPS, 4) { kvc_kept_block(&a); }
+
+/* Lists the real tokens of the call. One block per sequence. */
+KVC_KERNEL(kvc_list_kernel, kvc_call, 32, 1)
+{
+    int64_t b = kvc_block_x(), T = a.a.T;
+    const uint8_t *real = a.a.real + b * T;
+    int32_t n = 0;
+    int lane = kvc_lane();
+    for (int64_t t0 = 0; t0 < T; t0 += 32) {
+        int64_t t = t0 + lane;
+        uint32_t is = t < T && real[t], before = is;
+        for (int h = 1; h < 32; h *= 2) {
+            uint32_t other = kvc_shuffle(before, lane >= h ? lane - h : lane);
+            if (lane >= h) before += other;
+        }
+        if (is) a.own_list[b * T + n + (int32_t)before - 1] = (int32_t)t;
+        n += (int32_t)kvc_shuffle(before, 31);
+    }
+    if (lane == 0) a.own_count[b] = n;
+}
 
 /* ---------------------------------------------------------------- splitting */
 

@@ -1,7 +1,6 @@
 /* wide.cu - the kernels over rows, instantiated again for heads of up to KVC_MAX_DIM dims, under names of their own. */
 #define KVC_ROW_DIM KVC_MAX_DIM
 
-#define kvc_list_kernel kvc_list_wide
 #define kvc_write_kernel kvc_write_wide
 #define kvc_pack_kernel kvc_pack_rows_wide
 #define kvc_quantize_kernel kvc_quantize_rows_wide

@@ -4,26 +4,6 @@
 #include "encode.cuh"
 #include "wide.h"
 
-/* Lists the real tokens of the call. One block per sequence. */
-KVC_KERNEL(kvc_list_kernel, kvc_call, 32, 1)
-{
-    int64_t b = kvc_block_x(), T = a.a.T;
-    const uint8_t *real = a.a.real + b * T;
-    int32_t n = 0;
-    int lane = kvc_lane();
-    for (int64_t t0 = 0; t0 < T; t0 += 32) {
-        int64_t t = t0 + lane;
-        uint32_t is = t < T && real[t], before = is;
-        for (int h = 1; h < 32; h *= 2) {
-            uint32_t other = kvc_shuffle(before, lane >= h ? lane - h : lane);
-            if (lane >= h) before += other;
-        }
-        if (is) a.own_list[b * T + n + (int32_t)before - 1] = (int32_t)t;
-        n += (int32_t)kvc_shuffle(before, 31);
-    }
-    if (lane == 0) a.own_count[b] = n;
-}
-
 /* The work of a block: own tokens to `side`, one by one; then `sealed` from them or from a raw page. Either may be
  * missing (tiles NULL). */
 typedef struct kvc_task {
