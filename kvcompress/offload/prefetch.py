@@ -4,9 +4,11 @@ attention of the layer before."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -19,6 +21,8 @@ from ..store.device_memory import memory_of
 from ..store.page_store import PageStore
 from ..store.serialize import Bytes, page_sizes
 from .tiers import UNIT, Extent, Tiers
+
+_VERSIONS = itertools.count(1)
 
 
 class _ResidentTable(NamedTuple):
@@ -54,9 +58,9 @@ class LayerOffload:
     def __init__(self, store: PageStore, prefetcher: Prefetcher) -> None:
         self.store, self.prefetcher = store, prefetcher
         self.runs: list[_Run] = []
-        self.version = 0  # counts changes of `runs`
+        self.version = next(_VERSIONS)  # of `runs`; no other layer has the same
         self._order: tuple[tuple[int, int], NDArray[np.int64], NDArray[np.int64]] | None = None
-        prefetcher.all.append(weakref.ref(self))
+        prefetcher.layers[self] = None
 
     @property
     def size(self) -> int:
@@ -88,7 +92,7 @@ class LayerOffload:
             self.prefetcher.warn(error)
             return
         self.runs.append(_Run(start, stop, entries, sizes, extent, store.page_size))
-        self.version += 1
+        self.version = next(_VERSIONS)
         table.entries[:, :, start:stop][there] = -1
         store.pool.drop(np.ascontiguousarray(offsets))
 
@@ -111,25 +115,11 @@ class LayerOffload:
 
     # ------------------------------------------------------------------ back
 
-    def pieces(self, offset: int) -> list[NDArray[np.int64]]:
-        """(offset, bytes) of the pages of each run, if they are stored consecutively from `offset` on."""
-        found = []
-        for run in self.runs:
-            ends = offset + np.cumsum(run.sizes)
-            found.append(np.ascontiguousarray(np.stack([ends - run.sizes, run.sizes], 1)))
-            offset = int(ends[-1])
-        return found
-
-    def map_pages(self, pieces: list[NDArray[np.int64]]) -> None:
-        """Points the block table entries of offloaded pages to their fetched copies at `pieces`."""
+    def _set_entries(self, fetched: list[Any]) -> None:
+        """Sets the block table entries of offloaded pages: for each run those of its fetched copies, or -1."""
         entries = self.store.table.entries
-        for run, where in zip(self.runs, pieces, strict=True):
-            entries[:, :, run.start : run.stop][run.offloaded] = formats.entry_of(where[:, 0], run.formats)
-
-    def unmap_pages(self) -> None:
-        entries = self.store.table.entries
-        for run in self.runs:
-            entries[:, :, run.start : run.stop][run.offloaded] = -1
+        for run, own in zip(self.runs, fetched, strict=True):
+            entries[:, :, run.start : run.stop][run.offloaded] = own
 
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
@@ -138,12 +128,12 @@ class LayerOffload:
             yield
             return
         stage = self.prefetcher.bring(self)
-        self.map_pages(stage.pieces)
+        self._set_entries(stage.entries)
         try:
             self.prefetcher.ahead(self, stage)
             yield
         finally:
-            self.unmap_pages()
+            self._set_entries([-1] * len(self.runs))
 
     # ------------------------------------------------------------------ in place
 
@@ -214,7 +204,7 @@ class LayerOffload:
 
     def _drop_run(self) -> None:
         self.prefetcher.tiers.drop(self.runs.pop().extent)
-        self.version += 1
+        self.version = next(_VERSIONS)
 
 
 def _ends(live: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -222,34 +212,17 @@ def _ends(live: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.where(live.any(-1), live.shape[-1] - live[..., ::-1].argmax(-1), 0)
 
 
-def _nobody() -> None:
-    return None
-
-
 class _Stage:
-    """A buffer in the pool for the offloaded pages of one layer, its owner."""
+    """A buffer in the pool for the offloaded pages of one layer."""
 
     def __init__(self) -> None:
         self.offset, self.size = -1, 0
-        self._owner: Callable[[], LayerOffload | None] = _nobody
-        self.version = -1
-        self.pieces: list[NDArray[np.int64]] = []
+        self.version = 0  # that of the layer whose pages it holds; 0: none
+        self.entries: list[NDArray[np.int64]] = []  # block table entries of these pages, by run
         self.tickets: list[Future[None]] = []
 
-    @property
-    def owner(self) -> LayerOffload | None:
-        return self._owner()
-
-    @owner.setter
-    def owner(self, offload: LayerOffload | None) -> None:
-        self._owner = _nobody if offload is None else weakref.ref(offload)
-
-    def free(self, offload: LayerOffload) -> bool:
-        """True unless it holds current pages of a layer other than `offload`."""
-        return self.owner is None or self.owner is offload or self.owner.version != self.version
-
-    def wait(self) -> None:
-        """Waits for all transfers. If one failed, clears the owner and raises its error."""
+    def wait(self) -> Exception | None:
+        """Waits for all transfers. If one failed, clears the version and returns its error."""
         error = None
         for ticket in self.tickets:
             try:
@@ -258,17 +231,8 @@ class _Stage:
                 error = failed
         self.tickets = []
         if error is not None:
-            self.owner = None
-            raise error
-
-
-class _Readahead:
-    """The files of a layer, mapped, read and verified in the background by the copier."""
-
-    def __init__(self, offload: LayerOffload) -> None:
-        self.offload, self.version = weakref.ref(offload), offload.version
-        tiers, extents = offload.prefetcher.tiers, [run.extent for run in offload.runs]
-        self.memories: Future[list[Bytes]] = tiers.copier.start(lambda: list(map(tiers.view, extents)))
+            self.version = 0
+        return error
 
 
 class Prefetcher:
@@ -281,18 +245,10 @@ class Prefetcher:
 
     def __init__(self, tiers: Tiers, *, resident: int, unit: int = UNIT, in_place: bool = False) -> None:
         self.tiers, self.resident, self.unit, self.in_place = tiers, resident, unit, in_place
-        self.all: list[weakref.ref[LayerOffload]] = []
-        self.stages: dict[Any, tuple[_Stage, _Stage]] = {}  # by pool
-        self.readahead: _Readahead | None = None
+        self.layers: weakref.WeakKeyDictionary[LayerOffload, None] = weakref.WeakKeyDictionary()  # in order
+        self.stages: dict[Any, tuple[_Stage, _Stage]] = defaultdict(lambda: (_Stage(), _Stage()))  # by pool
+        self.readahead: tuple[int, Future[list[Bytes]]] | None = None  # version of a layer, and its files: see `views`
         self.warned = False
-
-    @property
-    def layers(self) -> list[LayerOffload]:
-        """The layers that still exist."""
-        found = [offload for ref in self.all if (offload := ref()) is not None]
-        if len(found) < len(self.all):
-            self.all = [weakref.ref(offload) for offload in found]
-        return found
 
     def __del__(self) -> None:
         self.release()
@@ -301,11 +257,10 @@ class Prefetcher:
         """Frees the buffers; they are allocated again when needed."""
         for pool, stages in self.stages.items():
             for stage in stages:
-                with contextlib.suppress(Exception):
-                    stage.wait()
+                stage.wait()
                 if stage.offset >= 0:
                     pool.unref(stage.offset)
-        self.stages = {}
+        self.stages.clear()
 
     def warn(self, error: Exception) -> None:
         if not self.warned:
@@ -314,9 +269,8 @@ class Prefetcher:
 
     def _start(self, stage: _Stage, offload: LayerOffload) -> None:
         """Starts to fetch the pages of `offload` to a buffer that is not in use."""
-        with contextlib.suppress(Exception):
-            stage.wait()
-        stage.owner = None
+        stage.wait()
+        stage.version = 0
         if stage.size < offload.size:
             pool = offload.store.pool
             room = max(layer.size for layer in self.layers if layer.store.pool is pool) * 5 // 4
@@ -324,29 +278,29 @@ class Prefetcher:
             if stage.offset >= 0:
                 pool.unref(stage.offset)
             stage.offset, stage.size = fresh, room
-        stage.pieces = offload.pieces(stage.offset)
-        stage.owner, stage.version = offload, offload.version
-        for run, where in zip(offload.runs, stage.pieces, strict=True):
+        stage.entries, end = [], stage.offset
+        for run in offload.runs:
+            ends = end + np.cumsum(run.sizes)
+            offsets, end = ends - run.sizes, int(ends[-1])
+            stage.entries.append(formats.entry_of(offsets, run.formats))
+            where = np.ascontiguousarray(np.stack([offsets, run.sizes], 1))
             stage.tickets.append(self.tiers.fetch(run.extent, memory_of(offload.store), where))
-
-    def _pair(self, offload: LayerOffload) -> tuple[_Stage, _Stage]:
-        """The two buffers in the pool of `offload`."""
-        return self.stages.setdefault(offload.store.pool, (_Stage(), _Stage()))
+        stage.version = offload.version
 
     def _stage_of(self, offload: LayerOffload) -> _Stage | None:
-        return next((s for s in self._pair(offload) if s.owner is offload and s.version == offload.version), None)
+        return next((s for s in self.stages[offload.store.pool] if s.version == offload.version), None)
 
     def bring(self, offload: LayerOffload) -> _Stage:
         """The buffer with the pages of `offload`, fetched if needed. A failed prefetch is retried."""
         stage = self._stage_of(offload)
         if stage is not None:
-            with contextlib.suppress(Exception):
-                stage.wait()
-        if stage is None or stage.owner is None:
-            pair = self._pair(offload)
-            stage = stage or next((s for s in pair if s.free(offload)), pair[0])
-            self._start(stage, offload)
             stage.wait()
+        if stage is None or not stage.version:
+            pair, others = self.stages[offload.store.pool], {x.version for x in self.layers if x is not offload}
+            stage = stage or next((s for s in pair if s.version not in others), pair[0])
+            self._start(stage, offload)
+            if error := stage.wait():
+                raise error
         return stage
 
     def ahead(self, offload: LayerOffload, stage: _Stage) -> None:
@@ -354,32 +308,32 @@ class Prefetcher:
         later = self._next(offload)
         if later is None or self._stage_of(later) is not None:
             return
-        pair = self._pair(later)
+        pair = self.stages[later.store.pool]
         other = pair[stage is pair[0]]
         with contextlib.suppress(MemoryError):  # no room for a prefetch
             self._start(other, later)
 
     def _next(self, offload: LayerOffload) -> LayerOffload | None:
-        layers = self.layers
+        layers = list(self.layers)
         at = layers.index(offload)
         return next((x for x in layers[at + 1 :] + layers[:at] if x.runs), None)
 
     def views(self, offload: LayerOffload) -> list[Bytes]:
         """The bytes of its runs, in place. Starts to read the files of the next layer in the background."""
-        ready, self.readahead, memories = self.readahead, None, None
-        if ready is not None and ready.offload() is offload and ready.version == offload.version:
+        ready, self.readahead, memories, view = self.readahead, None, None, self.tiers.view
+        if ready is not None and ready[0] == offload.version:
             with contextlib.suppress(Exception):  # a failed readahead is retried below
-                memories = ready.memories.result()
+                memories = ready[1].result()
         if memories is None:
-            memories = [self.tiers.view(run.extent) for run in offload.runs]
+            memories = [view(run.extent) for run in offload.runs]
         later = self._next(offload)
         if later is not None and any(run.extent.path for run in later.runs):
-            self.readahead = _Readahead(later)
+            extents = [run.extent for run in later.runs]
+            self.readahead = later.version, self.tiers.copier.start(lambda: list(map(view, extents)))
         return memories
 
     def forget(self, offload: LayerOffload) -> None:
         for stage in self.stages.get(offload.store.pool, ()):
-            if stage.owner is offload:
-                with contextlib.suppress(Exception):
-                    stage.wait()
-                stage.owner = None
+            if stage.version == offload.version:
+                stage.wait()
+                stage.version = 0

@@ -144,7 +144,11 @@ class Tiers(
         if memory is None and extent.mapped is not None:
             memory = np.frombuffer(extent.mapped, np.uint8)
         if memory is None:
-            memory = self._read(path, room(pool, extent.size, self.room))
+            memory = room(pool, extent.size, self.room)
+            with open(path, "rb") as file:
+                n = file.readinto(memory)  # type: ignore[arg-type]
+            if n < extent.size:
+                raise Damaged(f"Tiers: expected {extent.size} bytes, got {n} from {path}")
         self._compare(extent, scatter(pool, pieces, memory, now))
 
     def view(self, extent: Extent) -> Bytes:
@@ -250,14 +254,3 @@ class Tiers(
         extent.memory, extent.path = None, path
         self.bytes["file"] += extent.size
         weakref.finalize(extent, path.unlink, missing_ok=True)
-
-    @staticmethod
-    def _read(path: Path, memory: Bytes) -> Bytes:
-        size = memory.size
-        with open(path, "rb", buffering=0) as file:
-            at = 0
-            while at < size and (n := file.readinto(memory[at:])):  # type: ignore[arg-type]
-                at += n
-        if at < size:
-            raise Damaged(f"Tiers: expected {size} bytes, got {at} from {path}")
-        return memory
