@@ -104,13 +104,10 @@ class StoredTokens:
     def smoothed(self, x: Tensor, kernel: int, newest: int, largest: bool = False) -> Tensor:
         """x [B, H, N], set to 0 at the `newest` tokens of a row, then pooled over `kernel` adjacent tokens in sequence
         order: their mean, or with `largest` their maximum. float32 [B, H, N]."""
-        args = (
-            x.cpu().contiguous().numpy(),
-            self.line_slots.numpy(),
-            self.line_positions.numpy(),
-            (self.real - newest).numpy(),
-        )
-        return torch.from_numpy(_C.smooth(*args, kernel, largest))
+        return torch.from_numpy(_C.smooth(
+            x.cpu().contiguous().numpy(), self.line_slots.numpy(), self.line_positions.numpy(),
+            (self.real - newest).numpy(), kernel, largest,
+        ))  # fmt: skip
 
     def best(
         self, score: Tensor, budgets: Tensor, sinks: int, recent: int, protected: Tensor | None = None,
@@ -144,11 +141,6 @@ def check_latent(policy: Policy) -> None:
             "PagedKV: policy: expected a policy that scores by attention, positions or stored keys, for latent "
             f"attention (MLA), got {policy!r}, which {why[0]}"
         )
-
-
-def tokens_of(budget: float, real: int) -> int:
-    """The number of tokens for a budget in tokens (int) or as a share of `real` tokens (float up to 1)."""
-    return budget if isinstance(budget, int) else math.ceil(budget * real)
 
 
 def check_budget(name: str, budget: Any) -> int | float:
@@ -225,7 +217,7 @@ class Policy:
 
     def limit(self, real: int, layer: int, layers: int) -> int:
         """Mean number of tokens that a head of this layer keeps, for a row with `real` tokens so far."""
-        return tokens_of(self.budget, real)
+        return self.budget if isinstance(self.budget, int) else math.ceil(self.budget * real)
 
     def budgets(self, stored: StoredTokens) -> Tensor:
         """Number of tokens that each head keeps: int64 [B, H]."""

@@ -189,11 +189,8 @@ class Chain(Wrapper):
         if sum(p.needs_attention for p in policies) > 1:
             raise ValueError("Chain: expected at most one policy that accumulates attention (H2O), got more")
         self.policies = policies
-        self.needs_attention = any(p.needs_attention for p in policies)
-        self.window = max(p.window for p in policies)
-        self.sinks = max(p.sinks for p in policies)
-        self.needs_rope = any(p.needs_rope for p in policies)
-        self.needs_outputs = any(p.needs_outputs for p in policies)
+        for name in ("needs_attention", "window", "sinks", "needs_rope", "needs_outputs"):
+            setattr(self, name, max(getattr(p, name) for p in policies))
         self.uneven = any(p.heads == "each" for p in policies)  # heads may then keep different numbers of tokens
 
     def bind(self, model: Any) -> Policy:

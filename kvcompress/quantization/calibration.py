@@ -6,6 +6,7 @@ that attention does not change. See docs/formats.md for the effect on formats.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -50,19 +51,21 @@ def mapped(x: Tensor, by: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return out.flatten(1, 2).to(dtype)
 
 
-def _hadamard(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The orthonormal Hadamard matrix of n dims, a power of two, in the order of the core's rotation."""
-    matrix = torch.ones(1, 1, dtype=dtype)
-    while len(matrix) < n:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / len(matrix) ** 0.5
+@functools.cache
+def hadamard(dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Orthonormal block-diagonal Hadamard matrix, with blocks of the largest power of two that divides `dim`, in the
+    order of the core's rotation."""
+    block = torch.ones(1, 1, dtype=dtype, device="cpu")
+    while len(block) < dim & -dim:
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    return torch.block_diag(*[block / len(block) ** 0.5] * (dim // len(block)))
 
 
 def feedback(costs: Tensor, dim: int) -> Tensor:
     """The error feedback by which rotated formats choose codes (`kvc_attend_feedback` in csrc/core/kvc.h), fp32 [H, dim
     + 1, dim]: the factorization L D L^T of the metric diag(costs), costs [H, D], rotated like rows of `dim` dims.
     Damped, since dims of almost no cost would otherwise receive errors beyond the range of codes."""
-    rotation = torch.block_diag(*[_hadamard(dim & -dim, torch.float64)] * (dim // (dim & -dim)))
+    rotation = hadamard(dim, torch.float64)
     metric = pad(costs.double().cpu(), (0, dim - costs.shape[1]))
     metric = metric / metric.mean(1, keepdim=True) + _DAMPING
     lower = torch.linalg.cholesky(rotation.mT * metric[:, None] @ rotation)
@@ -93,10 +96,9 @@ class Calibration:
             )
         if set(self.layers) != set(self.weights):
             raise ValueError(f"calibration: expected weights of layers {sorted(layers)}, got of {sorted(weights)}")
-        for index, pair in self.deviations.items():
-            if index in self.layers:
-                for side, x, by in zip(_SIDES, self.layers[index], pair, strict=True):
-                    _check_deviations(index, side, x, by)
+        for index in self.deviations.keys() & self.layers.keys():
+            for side, x, by in zip(_SIDES, self.layers[index], self.deviations[index], strict=True):
+                _check_deviations(index, side, x, by)
         for index, pair in self.layers.items():
             self._bases[index] = Basis(*(x for side in zip(_SIDES, pair, strict=True) for x in _pair(index, *side)))
 
@@ -193,10 +195,9 @@ class Calibration:
 def _mixing_matrix(D: int) -> tuple[Tensor, Tensor]:
     """An orthonormal [D, D] that mixes dims of equal width: Hadamard transforms of the largest power of two in the
     first quarter of D, the next half, and the last quarter; and the block of each dim, [D, blocks]."""
-    blocks = []
-    for n in (D // 4, D // 2, D - D // 4 - D // 2):
-        blocks += [_hadamard(n & -n)] * (n // max(1, n & -n))
-    return torch.block_diag(*blocks), torch.block_diag(*[torch.ones(len(x), 1) for x in blocks])
+    parts = [n for n in (D // 4, D // 2, D - D // 4 - D // 2) if n]
+    sizes = [n & -n for n in parts for _ in range(n // (n & -n))]
+    return torch.block_diag(*map(hadamard, parts)), torch.block_diag(*[torch.ones(n, 1) for n in sizes])
 
 
 def _check_deviations(index: int, side: str, x: Tensor, by: Tensor) -> None:

@@ -208,11 +208,8 @@ class QuantizedTensor:
         T = self.codes.shape[2]
         if len(self.shape) < 2 or not 0 <= start < stop <= T:
             raise ValueError(f"tokens: expected 0 <= start < stop <= {T} of a [.., T, D], got {start}, {stop}")
-        cut = {}
-        for name in ("codes", "scales", "zeros"):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.shape[2] == T:
-                cut[name] = tensor[:, :, start:stop]
+        by_token = {name: x for name, x in self._tensors().items() if x.dim() == 4 and x.shape[2] == T}
+        cut = {name: x[:, :, start:stop] for name, x in by_token.items()}
         return self._with(shape=(*self.shape[:-2], stop - start, self.shape[-1]), **cut)
 
     # ------------------------------------------------------------------ files

@@ -17,7 +17,6 @@ except ImportError as error:  # the message says what to install
 from .. import formats
 from ..store.display import COLOURS, OPEN, SINK, bits_of, colour_of, pages
 from .plan import evidence
-from .plan.fit import recipe_of
 from .plan.models import read
 from .plan.size import exact, shared_prefix
 from .plan.units import read_tokens
@@ -198,7 +197,7 @@ def savings(config: Any = "llama-3-70b", path: str | Path | None = None, context
     `plan`."""
     model, tokens = (config.model, config.context) if hasattr(config, "cells") else (read(config), read_tokens(context))
     names = ("raw", "int8", "int8/int4", "int4", "int2")
-    found = {name: exact(model, recipe_of(name), tokens, prompt=max(1, tokens - 1)).parts for name in names}
+    found = {name: exact(model, name, tokens, prompt=max(1, tokens - 1)).parts for name in names}
     shares = {
         "sealed": "#2f7fc1",
         "open": OPEN,
@@ -221,7 +220,7 @@ def savings(config: Any = "llama-3-70b", path: str | Path | None = None, context
     for i, name in enumerate(names):
         top = stack(left, i, found[name], unit)
         left.text(i, top, f"{top:.2f} {word}\n{raw / unit / top:.2f}x", ha="center", va="bottom", fontsize=8.5)
-    once = shared_prefix(model, recipe_of("int4"), tokens, tokens // 2, 16)[0] / 16 / unit
+    once = shared_prefix(model, "int4", tokens, tokens // 2, 16)[0] / 16 / unit
     left.bar(len(names), once, 0.64, color=COLOURS[4])
     left.text(len(names), once, f"{once:.2f} {word}\n{raw / unit / once:.2f}x", ha="center", va="bottom", fontsize=8.5)
     left.set_xticks(range(len(names) + 1), [*names, "int4, half of it\na shared prefix"], fontsize=8.5)
@@ -230,8 +229,8 @@ def savings(config: Any = "llama-3-70b", path: str | Path | None = None, context
     lengths = [256, 1024, 4096, 16_384]
     for j, name in enumerate(("int8", "int4", "int2")):
         for i, n in enumerate(lengths):
-            parts = exact(model, recipe_of(name), n, prompt=n - 1).parts
-            at, whole = j * (len(lengths) + 1) + i, sum(exact(model, recipe_of("raw"), n, prompt=n - 1).parts.values())
+            parts = exact(model, name, n, prompt=n - 1).parts
+            at, whole = j * (len(lengths) + 1) + i, sum(exact(model, "raw", n, prompt=n - 1).parts.values())
             top = stack(right, at, parts, whole)
             right.text(at, top, f"{1 / top:.1f}x", ha="center", va="bottom", fontsize=8)
     ticks = [j * (len(lengths) + 1) + i for j in range(3) for i in range(len(lengths))]

@@ -132,7 +132,7 @@ def test_what_fits_by_hand():
     assert four.requests == (72 * 10**9 - 35_276_853_248) // four.request
     for cell in found.cells:
         if cell.room > 0:
-            recipe = fit.recipe_of(cell.format)
+            recipe = size.recipe_of(cell.format)
             assert not cell.requests or fit.held(found.model, recipe, 32_768, cell.requests) <= cell.room
             assert fit.held(found.model, recipe, 32_768, cell.requests + 1) > cell.room
             assert fit.held(found.model, recipe, cell.context) <= cell.room
@@ -149,12 +149,12 @@ def test_nothing_fits_says_what_would():
     assert not found.fits and "weights of 2 bits: 17.64 GB" in str(found)
     usable = 0.9 * 24e9
     devices = int(found.remedies[0].split()[0])
-    need = 35_276_853_248 + fit.held(found.model, fit.recipe_of("int2"), 32_768)
+    need = 35_276_853_248 + fit.held(found.model, size.recipe_of("int2"), 32_768)
     assert (devices - 1) * usable < need <= devices * usable
     short = plan.plan("llama-3-8b", gpu="24GB", context="128k", weight_bits=(16,), formats=("raw",))
     assert not short.fits and "a context of" in str(short)
     longest = short.cells[0].context
-    assert fit.held(short.model, fit.recipe_of("raw"), longest) <= short.cells[0].room
+    assert fit.held(short.model, size.recipe_of("raw"), longest) <= short.cells[0].room
     many = plan.plan("llama-3-8b", gpu="24GB", context="8k", batch=50, weight_bits=(16,), formats=("int8",))
     assert not many.fits and f"{many.cells[0].requests} requests instead of 50" in str(many)
 
@@ -194,7 +194,7 @@ def test_recommendations_come_from_what_was_measured():
         assert best.role == "recommended" and best.kl <= limit
         assert best.kl == max(x["kl"] for x in rows[best.strategy].values())
         smaller = [x for x in choices.LADDER if evidence.kl(x) <= limit]
-        assert best.bytes <= 1.15 * min(fit.held(model, fit.recipe_of(x), 16_384) for x in smaller)
+        assert best.bytes <= 1.15 * min(fit.held(model, size.recipe_of(x), 16_384) for x in smaller)
         assert any("KL" in why for why in best.why)
         assert {x.role for x in others} <= {"safer", "smaller"}
     assert plan.recommend(model, 8192, quality=1e-12)[0].strategy == "raw"

@@ -85,7 +85,6 @@ class Inspection:
     def plot(self, path: str | Path) -> None:
         """Plots channels of K before and after RoPE, channels of V, and attention by layer, to `path`. Needs
         matplotlib."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         names = {"k_pre": "K before RoPE", "k": "K as cached", "v": "V"}
@@ -93,7 +92,6 @@ class Inspection:
             names = {"k_pre": "rotary part before RoPE", "k": "latents", "v": "rotary part as cached"}
         kinds = [kind for kind in names if kind in self.channels]
         figure = Figure(figsize=(4.6 * (len(kinds) + 1), 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.subplots(1, len(kinds) + 1)
         for axis, kind in zip(axes, kinds, strict=False):
             L, H, D = self.channels[kind].shape

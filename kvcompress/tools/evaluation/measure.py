@@ -6,6 +6,7 @@ single forward pass would not test the cache: transformers' quantized caches ret
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import gc
@@ -133,27 +134,24 @@ def retrieval(
     queries).
     """
     device = model.device
-    context = torch.tensor([sample.context], device=device)
     right: dict[str, list[int]] = {"outside": [], "inside": []}
     with attention_for(model, strategy):
 
-        def compressed() -> Any:
+        def compressed(ids: list[int]) -> Any:
             cache = open_cache(model, strategy)
-            _prefill(model, context, cache, prefill)
+            _prefill(model, torch.tensor([ids], device=device), cache, prefill)
             return cache
 
-        cache = compressed()
+        cache = compressed(sample.context)
         for question, answer in sample.questions:
             try:
                 own = copy.deepcopy(cache)
             except RuntimeError:  # quanto's tensors cannot be copied
-                own = compressed()
+                own = compressed(sample.context)
             right["outside"].append(_correct(model, own, question, answer, device))
         del cache
         for question, answer in sample.questions[:inside]:
-            asked = open_cache(model, strategy)
-            ids = torch.tensor([sample.context + question[:-1]], device=device)
-            _prefill(model, ids, asked, prefill)
+            asked = compressed(sample.context + question[:-1])
             right["inside"].append(_correct(model, asked, question[-1:], answer, device))
     return right
 
@@ -173,10 +171,8 @@ def _resident(field: str) -> int:
 def _calm() -> None:
     """Collects garbage and returns free heap to the system, so that the size of a cache can be measured."""
     gc.collect()
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
-        pass
 
 
 @torch.inference_mode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 _COLOURS = ("#8a8a8a", "#1f6fb2", "#2a9d8f", "#d1622b", "#7b4fa3", "#b8901f", "#c0396b", "#4d6a2b", "#30323d")
@@ -65,7 +64,6 @@ def draw(rows_of: list[dict[str, Any]], model: str, path: str | Path) -> None:
     if not panels:
         return
     figure = Figure(figsize=(5.2 * len(panels), 0.9 + 3.4 + 0.08 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
     for axis, (show, some) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         show(axis, some)
         axis.spines[["top", "right"]].set_visible(False)

@@ -10,10 +10,11 @@ instead (the prompt itself, which favours the method).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
+
+from ...quantization.calibration import hadamard
 
 Rounding = Callable[[Tensor], tuple[Tensor, float]]
 _GROUP = 32
@@ -21,15 +22,6 @@ _LLOYD_MAX = {  # levels above 0 for N(0, 1): Max 1960, IRE Transactions on Info
     2: (0.4528, 1.510), 3: (0.2451, 0.7560, 1.344, 2.152),
     4: (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733),
 }  # fmt: skip
-
-
-@cache
-def hadamard(dim: int) -> Tensor:
-    """Orthonormal block-diagonal Hadamard matrix, with blocks of the largest power of two that divides `dim`."""
-    block = torch.ones(1, 1)
-    while len(block) < dim & -dim:
-        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
-    return torch.block_diag(*[block / len(block) ** 0.5] * (dim // len(block)))
 
 
 def nearest(x: Tensor, levels: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,17 @@ import numpy as np
 _RESAMPLES = 1000
 
 
-def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """95% bootstrap interval of the mean of `values` (Efron 1979). NaN for fewer than two values."""
+def bootstrap(
+    values: Sequence[Any], seed: int = 0, statistic: Callable[[np.ndarray], np.ndarray] = np.asarray
+) -> tuple[float, float]:
+    """95% bootstrap interval of `statistic` of the mean of `values` (Efron 1979), numbers or several rows of numbers,
+    resampled together. NaN for fewer than two values."""
     x = np.asarray(values, dtype=np.float64)
-    if len(x) < 2:
+    n = x.shape[-1]
+    if n < 2:
         return math.nan, math.nan
-    picks = np.random.default_rng(seed).integers(0, len(x), (_RESAMPLES, len(x)))
-    low, high = np.quantile(x[picks].mean(1), (0.025, 0.975))
-    return float(low), float(high)
-
-
-def ppl_interval(nll: Sequence[float], reference: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """95% paired bootstrap interval of exp(mean nll) - exp(mean reference). NaN for fewer than two values."""
-    pairs = np.asarray([nll, reference], dtype=np.float64)
-    if pairs.shape[1] < 2:
-        return math.nan, math.nan
-    picks = np.random.default_rng(seed).integers(0, pairs.shape[1], (_RESAMPLES, pairs.shape[1]))
-    ours, theirs = np.exp(pairs[:, picks].mean(-1))
-    low, high = np.quantile(ours - theirs, (0.025, 0.975))
+    picks = np.random.default_rng(seed).integers(0, n, (_RESAMPLES, n))
+    low, high = np.quantile(statistic(x[..., picks].mean(-1)), (0.025, 0.975))
     return float(low), float(high)
 
 
@@ -163,7 +156,9 @@ def _quality(cells: list[tuple[dict[str, Any], Any]]) -> dict[str, Any]:
     pooled = {name: [x for _, result in cells for x in result[name]] for name in cells[0][1]}
     mean = {name: float(np.mean(x)) for name, x in pooled.items()}
     low, high = bootstrap(pooled["kl"])
-    dppl_low, dppl_high = ppl_interval(pooled["nll"], pooled["nll_reference"])
+    dppl_low, dppl_high = bootstrap(
+        [pooled["nll"], pooled["nll_reference"]], statistic=lambda nll: np.exp(nll[0]) - np.exp(nll[1])
+    )
     return {
         "kl": max(mean["kl"], 0.0),
         "kl_low": max(low, 0.0),

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from . import evidence
-from .fit import held, recipe_of
+from .fit import held
 from .models import OURS, Model
+from .size import recipe_of
 from .units import show_gb
 
 LADDER = ("int8", "int8/int4", "int4", "int4/int2", "int2")
@@ -36,10 +37,6 @@ class Choice:
     def to_dict(self) -> dict[str, Any]:
         """As JSON takes it."""
         return asdict(self)
-
-
-def _bytes(model: Model, formats: str, tokens: int) -> int:
-    return held(model, recipe_of(formats), tokens)
 
 
 def regime(tokens: int) -> str:
@@ -104,10 +101,10 @@ def _choose(model: Model, tokens: int, limit: float, drafts: bool) -> tuple[str,
         if drafts and change + spread < 0:
             why.append(f"not {name}: with drafts {change:+.2f} accepted tokens a step ({evidence.COMMANDS['drafts']})")
             break
-        if chosen and model.latent and _bytes(model, chosen, tokens) == _bytes(model, name, tokens):
+        if chosen and model.latent and held(model, chosen, tokens) == held(model, name, tokens):
             continue
         if chosen:
-            before, after = (_bytes(model, x, tokens) for x in (chosen, name))
+            before, after = (held(model, x, tokens) for x in (chosen, name))
             if after > before * (1 - _STEP):
                 why.append(
                     f"not {name}: at {tokens:,} tokens it saves {1 - after / before:.0%} of {chosen} (raw open pages)"
@@ -186,12 +183,12 @@ def recommend(
         if topk := max(layer.topk for layer in model.layers):
             against = [f"a KVCache supports up to {topk:,} slots (index_topk), all attended; beyond: DynamicCache"]
     why, options, tail = _workload(model, tokens, workload, drafts, name)
-    raw = held(model, recipe_of("raw"), tokens)
+    raw = held(model, "raw", tokens)
     choices: list[Choice] = []
     rungs = [
         x
         for i, x in enumerate(LADDER)
-        if not model.latent or i == 0 or _bytes(model, x, tokens) < _bytes(model, LADDER[i - 1], tokens)
+        if not model.latent or i == 0 or held(model, x, tokens) < held(model, LADDER[i - 1], tokens)
     ]
     at = rungs.index(name) if name in rungs else -1
     picks = [("recommended", name)]

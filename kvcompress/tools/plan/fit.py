@@ -13,13 +13,7 @@ FORMATS = ("raw", "int8", "int8/int4", "int4", "int2")
 _MOST = 2**27  # tokens; beyond the positions of any model
 
 
-def recipe_of(text: str, **options: Any) -> Recipe:
-    """A `Recipe` from the text "int8" or "int8/int4" (K/V formats) and options of `Recipe`."""
-    key, _, value = text.partition("/")
-    return Recipe(key, value, **options)
-
-
-def held(model: Model, recipe: Recipe, tokens: int, batch: int = 1) -> int:
+def held(model: Model, recipe: Recipe | str, tokens: int, batch: int = 1) -> int:
     """Bytes of `batch` sequences of `tokens` tokens during decoding (after a step, not after the prompt)."""
     return exact(model, recipe, tokens, batch, prompt=max(1, tokens - 1)).bytes
 
@@ -107,7 +101,7 @@ def remedies(model: Model, found: list[Cell], usable: int, memory: int, tokens: 
     best = min(found, key=lambda c: c.weights + c.request * batch)
     from .units import show_gb
 
-    need = best.weights + held(model, recipe_of(best.format), tokens, batch)
+    need = best.weights + held(model, best.format, tokens, batch)
     said = [
         f"{-(-need // usable)} such devices ({show_gb(need)} with {best.bits:g}-bit weights and {best.format}; "
         f"{show_gb(usable)} usable on each), or one of {show_gb(need * memory / usable)}"

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .choices import Choice, floor_of, recommend, regime
-from .fit import FORMATS, WEIGHT_BITS, Cell, cells, held, recipe_of, remedies
+from .fit import FORMATS, WEIGHT_BITS, Cell, cells, held, remedies
 from .models import OURS, Model, read
-from .size import exact, formula, shared_prefix
+from .size import exact, formula, recipe_of, shared_prefix
 from .units import read_device, read_tokens, show_bytes, show_gb
 
 
@@ -168,8 +168,8 @@ def _notes(
     if any(layer.kind == "linear_attention" for layer in model.layers):
         notes.append("states of linear-attention layers are not counted (they do not grow with the context)")
     if bandwidth:
-        step = exact(model, recipe_of(chosen), tokens).bytes / bandwidth / 1e6
-        raw = exact(model, recipe_of("raw"), tokens).bytes / bandwidth / 1e6
+        step = exact(model, chosen, tokens).bytes / bandwidth / 1e6
+        raw = exact(model, "raw", tokens).bytes / bandwidth / 1e6
         notes.append(
             f"reading the cache of one request takes {step:.2f} ms a token at least ({raw:.2f} raw), "
             f"at the device's {bandwidth:,.0f} GB/s"

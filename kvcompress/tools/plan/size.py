@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 from ... import _C, formats
 from .models import Layer, Model
@@ -57,6 +58,14 @@ class Recipe:
 
     def __str__(self) -> str:
         return "/".join(dict.fromkeys((self.key, self.value or self.key)))
+
+
+def recipe_of(given: Recipe | str, **options: Any) -> Recipe:
+    """`given`; or for K/V formats such as "int8" or "int8/int4", the Recipe with these and `options`."""
+    if isinstance(given, Recipe):
+        return given
+    key, _, value = given.partition("/")
+    return Recipe(key, value, **options)
 
 
 @dataclass
@@ -259,9 +268,7 @@ def exact(
     until the second). States of linear attention are not counted. Raises ValueError for unknown formats, unsupported
     dims, and counts out of range.
     """
-    if isinstance(recipe, str):
-        key, _, value = recipe.partition("/")
-        recipe = Recipe(key, value)
+    recipe = recipe_of(recipe)
     for what, n in (("tokens", tokens), ("batch", batch)):
         if n < 1:
             raise ValueError(f"size: {what}: expected at least 1, got {n}")
@@ -269,11 +276,9 @@ def exact(
         raise ValueError(f"size: resident: expected at least 0 tokens, got {resident}")
     prompt = tokens if prompt is None else min(prompt, tokens)
     kept = min(tokens, recipe.budget + recipe.page_size - 1) if recipe.budget else tokens
-    parts = dict.fromkeys(("sealed", "offloaded", "open", "sinks", "tables", "slack", "other"), 0)
+    parts = Counter(dict.fromkeys(("sealed", "offloaded", "open", "sinks", "tables", "slack", "other"), 0))
     pool, stages = _Pool(), list[int]()
-    groups: Counter[tuple[Layer, tuple[str, str]]] = Counter()
-    for index, layer in enumerate(model.layers):
-        groups[layer, recipe.pair(index)] += 1
+    groups = Counter((layer, recipe.pair(index)) for index, layer in enumerate(model.layers))
     for (layer, pair), count in groups.items():
         if layer.paged(tokens):
             if model.latent:  # the rotary part of K gets at least 8 bits
@@ -282,12 +287,10 @@ def exact(
             own = _paged(layer, pair, count, recipe, kept, batch, min(prompt, kept), model.element, pool,
                          kept if resident is None else resident)  # fmt: skip
             stages += [own["offloaded"] // count] * count if own["offloaded"] else []
-            for name, n in own.items():
-                parts[name] += n
+            parts.update(own)
         elif page := _window_page(layer, recipe.page_size):
             inside = replace(recipe, sinks=0, budget=0, page_size=page)
-            for name, n in _windowed(layer, pair, count, inside, tokens, batch, prompt, model.element, pool).items():
-                parts[name] += n
+            parts.update(_windowed(layer, pair, count, inside, tokens, batch, prompt, model.element, pool))
         elif layer.heads:
             held = min(tokens, layer.window) if layer.window and tokens > prompt else tokens
             parts["other"] += count * batch * layer.elements * held * model.element
@@ -296,7 +299,7 @@ def exact(
         del parts["offloaded"]
     else:  # two buffers, with capacity to grow
         parts["stages"] = min(2, len(stages)) * -(-(max(stages, default=0) * 5 // 4) // 64) * 64
-    return Size(parts, kept)
+    return Size(dict(parts), kept)
 
 
 def shared_prefix(model: Model, recipe: Recipe | str, tokens: int, prefix: int, requests: int) -> tuple[int, int]:
@@ -305,10 +308,8 @@ def shared_prefix(model: Model, recipe: Recipe | str, tokens: int, prefix: int, 
     `exact`. Raises ValueError for a prefix or requests out of range."""
     if not 0 <= prefix <= tokens or requests < 1:
         raise ValueError(f"shared: expected 0 to {tokens} tokens and at least 1 request, got {prefix} and {requests}")
+    recipe = recipe_of(recipe)
     one = exact(model, recipe, tokens)
-    if isinstance(recipe, str):
-        key, _, value = recipe.partition("/")
-        recipe = Recipe(key, value)
     pages = max(0, prefix - recipe.sinks) // recipe.page_size
     closed = pages * recipe.page_size
     once = 0
