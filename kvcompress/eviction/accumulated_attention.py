@@ -5,6 +5,7 @@ Both stay on the layer's device until the policy evicts or the table changes, so
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,24 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import ops
 from ..policies import Policy
-from ..store.page_store import AttendOp, PageStore
+from ..store.page_store import PageStore
 
 DRAFT = 64
 """Maximum number of tokens of a call that may be a draft, a part of which a crop may remove."""
-
-
-def accumulated_attention(
-    store: PageStore, q: Tensor, op: AttendOp = ops.attend, *, scale: float | None = None, window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """Attention of each stored token from q [B, Hq, T, Dk], the queries of the last T slots, summed over queries (NaN
-    queries, of padding, do not count) and the query heads of a KV head: float32 [B, H, N] by index."""
-    return store.attend(
-        op, store.query(q), *store.empties(), store.no_mask, store.no_aux, store.no_seals, store.seen, window,
-        store.scale if scale is None else scale, softcap, store.table.longest,
-    )[2]  # fmt: skip
 
 
 class AccumulatedAttention:
@@ -42,9 +30,6 @@ class AccumulatedAttention:
         self.pending: tuple[Tensor, Tensor | None, int, dict[str, Any]] | None = None
         self.sum: Tensor | None = None  # [B, H, N] by index: received since the table's scores were updated,
         self.decay = 1.0  # by which those scores are multiplied
-        self._forget()
-
-    def _forget(self) -> None:
         self.queries: list[Tensor] = []  # [B, Hq, n, Dk] each: together at least the last `window`
         self.queries_after_first = 0  # number of queries in all but the first tensor
         self.window: Tensor | None = None  # [B, H, N] by index: from all queries from slot `window_start` on
@@ -52,8 +37,7 @@ class AccumulatedAttention:
 
     def clone(self, store: PageStore) -> AccumulatedAttention:
         """A copy for a copy of the layer."""
-        twin = object.__new__(AccumulatedAttention)
-        twin.__dict__.update(self.__dict__)
+        twin = copy.copy(self)
         twin.store, twin.queries = store, list(self.queries)
         return twin
 
@@ -76,7 +60,7 @@ class AccumulatedAttention:
             self.pending = q[:, :, T - w :].clone() if w and max(w, DRAFT) < T else q, received, T, attention
 
     def process_pending(self, attention_of: Callable[..., Tensor]) -> None:
-        """Accepts the pending call. attention_of: `accumulated_attention` of this layer."""
+        """Accepts the pending call. attention_of: `Eviction.attention_of` of this layer."""
         if self.pending is None:
             return
         q, received, T, self.attention = self.pending
@@ -132,9 +116,7 @@ class AccumulatedAttention:
         is computed again."""
         pending, self.pending, self.window = self.pending, None, None
         taken = self.end - (pending[2] if pending else 0)  # slot after the last of `queries`
-        if seen == 0:
-            self._forget()
-        elif pending and (n := seen - taken) > 0 and pending[0].shape[2] == pending[2]:
+        if pending and (n := seen - taken) > 0 and pending[0].shape[2] == pending[2]:
             q, received, _, how = pending
             unknown = None if received is None or self.policy.needs_attention else received[:, :, :0]
             self.pending, self.end = (q[:, :, :n], unknown, n, how), seen
@@ -157,8 +139,7 @@ class AccumulatedAttention:
             )
 
     def on_restored(self, queries: Sequence[Tensor]) -> None:
-        """The layer was filled with tokens; `queries` are its last ones."""
-        self._forget()
+        """The empty layer was filled with tokens; `queries` are its last ones."""
         self.queries, self.end = [x.to(self.store.device) for x in queries], self.store.seen
 
     # ------------------------------------------------------------------ reading

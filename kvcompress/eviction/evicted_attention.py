@@ -7,6 +7,8 @@ Gaussian moments of Expected Attention (arXiv 2510.00636), with unknown keys ins
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,35 +17,26 @@ from ..store.page_store import PageStore
 _KEY = "gone"  # in files
 
 
-class Summary:
-    """Clusters of evicted keys of a layer: count [B, H, M], mean and variance [B, H, M, Dk], float32."""
+class Summary(NamedTuple):
+    """Clusters of evicted keys of a layer, float32: count [B, H, M], mean and sums of squares around it [B, H, M,
+    Dk]."""
 
-    def __init__(self, batch: int, heads: int, clusters: int, dim: int) -> None:
-        zero = torch.zeros((), dtype=torch.float32, device="cpu")  # memory is allocated by the first `add`
-        self.count = zero.expand(batch, heads, clusters)
-        self.mean = zero.expand(batch, heads, clusters, dim)
-        self.spread = self.mean  # sums of squares around the mean
+    count: Tensor  # type: ignore[assignment]
+    mean: Tensor
+    spread: Tensor
 
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.count.nbytes + self.mean.nbytes + self.spread.nbytes
-
-    def select(self, index: Tensor) -> None:
-        """Row i becomes old row index[i]."""
-        self.count, self.mean, self.spread = self.count[index], self.mean[index], self.spread[index]
+    @classmethod
+    def empty(cls, batch: int, heads: int, clusters: int, dim: int) -> Summary:
+        """Without keys, and without memory for them: `add` needs a `clone`."""
+        zero = torch.zeros((), dtype=torch.float32, device="cpu").expand(batch, heads, clusters, dim)
+        return cls(zero[..., 0], zero, zero)
 
     def clone(self) -> Summary:
         """An independent copy."""
-        twin = object.__new__(Summary)
-        twin.count, twin.mean, twin.spread = self.count.clone(), self.mean.clone(), self.spread.clone()
-        return twin
+        return Summary(*(x.clone(memory_format=torch.contiguous_format) for x in self))
 
     def add(self, b: int, h: int, keys: Tensor) -> None:
         """Adds evicted keys, float32 [n, Dk], of head h in row b: to empty clusters first, then to the nearest mean."""
-        if 0 in self.mean.stride():
-            self.count, self.mean, self.spread = (
-                x.clone(memory_format=torch.contiguous_format) for x in (self.count, self.mean, self.spread)
-            )
         count, mean, spread = self.count[b, h], self.mean[b, h], self.spread[b, h]
         free = (count == 0).nonzero().flatten()[: len(keys)]
         if len(free):  # evenly spaced keys become the first means
@@ -79,37 +72,30 @@ class EvictedAttention:
     """The summary of a layer's evicted keys, and the estimate for its newest query."""
 
     def __init__(self, store: PageStore, clusters: int) -> None:
-        self.summary = Summary(store.batch, store.num_kv_heads, clusters, store.query_dim)
+        self.summary = Summary.empty(store.batch, store.num_kv_heads, clusters, store.query_dim)
         self.newest: tuple[Tensor, Tensor, float] | None = None  # q [B, Hq, Dk], lse [B, Hq], scale
         self.estimate = torch.zeros(store.batch, dtype=torch.float32, device="cpu")
-
-    def clone(self) -> EvictedAttention:
-        """An independent copy."""
-        twin = object.__new__(EvictedAttention)
-        twin.__dict__.update(self.__dict__)
-        twin.summary = self.summary.clone()
-        return twin
 
     def select(self, index: Tensor) -> None:
         """Row i becomes old row index[i]."""
         self.estimate = self.evicted_attention()[index]
-        self.summary.select(index)
+        self.summary = Summary(*(x[index] for x in self.summary))
 
     def state(self) -> dict[str, Tensor]:
         """The tensors to save in a file."""
-        x = self.summary
-        shown = {"count": x.count, "mean": x.mean, "spread": x.spread, "estimate": self.evicted_attention()}
+        shown = {**self.summary._asdict(), "estimate": self.evicted_attention()}
         return {f"{_KEY}.{name}": x for name, x in shown.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Restores what `state` returned. Raises KeyError or ValueError for other data."""
-        x = self.summary
-        for name, now in (("count", x.count), ("mean", x.mean), ("spread", x.spread), ("estimate", self.estimate)):
-            came = state[f"{_KEY}.{name}"]
-            if came.shape != now.shape or came.dtype != now.dtype or not bool(came.isfinite().all()):
-                raise ValueError(f"expected finite {name} of evicted keys, {list(now.shape)}, got {list(came.shape)}")
-        x.count, x.mean, x.spread = (state[f"{_KEY}.{name}"].clone() for name in ("count", "mean", "spread"))
-        self.estimate, self.newest = state[f"{_KEY}.estimate"].clone(), None
+        expected = {**self.summary._asdict(), "estimate": self.estimate}
+        came = {name: state[f"{_KEY}.{name}"].clone() for name in expected}
+        for name, x in expected.items():
+            y = came[name]
+            if y.shape != x.shape or y.dtype != x.dtype or not bool(y.isfinite().all()):
+                raise ValueError(f"expected finite {name} of evicted keys, {list(x.shape)}, got {list(y.shape)}")
+        self.estimate, self.newest = came.pop("estimate"), None
+        self.summary = Summary(**came)
 
     def on_attended(self, q: Tensor, lse: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0) -> None:
         """Queries [B, Hq, T, Dk] have attended with lse [B, Hq, T]; the last one is kept. Raises ValueError for
@@ -127,7 +113,7 @@ class EvictedAttention:
 
     def add(self, lost: list[tuple[int, int, Tensor]]) -> None:
         """Adds evicted keys. The estimate for the last query is made first, as that query has seen them."""
-        self.estimate = self.evicted_attention()
+        self.estimate, self.summary = self.evicted_attention(), self.summary.clone()
         for b, h, keys in lost:
             self.summary.add(b, h, keys)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch import Tensor
 from .. import ops
 from ..policies import Policy, StoredTokens
 from ..policies.base import check_latent
+from ..store.device_memory import sent
 from ..store.padding import Pads
 from ..store.page_store import AttendOp, Offload, PageStore
 from ..store.sequence import Kept, slots_of
 from ..store.serialize import LOST, runs_of
 from . import demotion, tokens
-from .accumulated_attention import DRAFT, AccumulatedAttention, accumulated_attention
+from .accumulated_attention import DRAFT, AccumulatedAttention
 from .evicted_attention import EvictedAttention
 from .positions import MovedSinks, own_sinks
 
@@ -34,7 +36,7 @@ class Eviction:
         self, store: PageStore, policy: Policy, layer: int = 0, layers: int = 1, rope: Tensor | None = None,
         op: AttendOp = ops.attend,
     ) -> None:  # fmt: skip
-        self.sinks, self.rope = None, None if rope is None else rope.to(store.device)
+        self.rope = None if rope is None else rope.to(store.device)
         if store.latent:
             check_latent(policy)
         if policy.needs_rope and rope is None:
@@ -42,15 +44,15 @@ class Eviction:
                 f"PagedKV: policy: {policy!r}: expected rope=, the frequencies of the model's RoPE, got none; a "
                 "KVCache passes it"
             )
-        if policy.positions == "cache":
-            if rope is None or policy.sinks != store.sinks or store.fill[0] or store.basis:
-                raise ValueError(
-                    "PagedKV: policy: positions='cache': expected rope= (frequencies of the model's RoPE; a KVCache "
-                    f"passes it), sinks={policy.sinks} as in the policy, a head dim that pages store without padding, "
-                    f"and no calibration, got sinks={store.sinks}, {store.fill[0]} dims of padding; use "
-                    "positions='original' or another format"
-                )
-            self.sinks = MovedSinks(rope.to(store.device))
+        if policy.positions == "cache" and (
+            rope is None or policy.sinks != store.sinks or store.fill[0] or store.basis
+        ):
+            raise ValueError(
+                "PagedKV: policy: positions='cache': expected rope= (frequencies of the model's RoPE; a KVCache "
+                f"passes it), sinks={policy.sinks} as in the policy, a head dim that pages store without padding, "
+                f"and no calibration, got sinks={store.sinks}, {store.fill[0]} dims of padding; use "
+                "positions='original' or another format"
+            )
         self.store, self.policy, self.layer, self.layers = store, policy, layer, layers
         self.op: AttendOp = op
         self.offload: Offload | None = None  # offloaded pages of the layer
@@ -66,34 +68,24 @@ class Eviction:
         stored."""
         made = cls(store, Policy(1 << 40, sinks=0), op=op)
         if pads:
-            made.pads = pads.clone()
-            return made
-        slots = made.slots()[:, 0].long()
-        real = torch.zeros(store.batch, store.seen + 1, dtype=torch.bool, device="cpu")
-        real.scatter_(1, slots.masked_fill(slots < 0, store.seen), True)
-        made.pads.append(0, real[:, :-1])
+            made.pads = copy.deepcopy(pads)
+        else:
+            made.pads.append(0, store.is_stored()[:, 0])
         return made
 
     def reset(self) -> None:
         """The layer is empty again."""
         self.pads, self.count = Pads(self.store.batch), 0
-        if self.sinks:
-            self.sinks.reset()
+        self.sinks = MovedSinks() if self.policy.positions == "cache" and self.store.sinks else None
         self.room = self.last = 0  # room: tokens until a row can exceed its budget; last: tokens of the last call
         self.accumulated = AccumulatedAttention(self.store, self.policy)
-        self.evicted = self._none_evicted()
-
-    def _none_evicted(self) -> EvictedAttention | None:
-        return EvictedAttention(self.store, self.policy.clusters) if self.policy.clusters else None
+        self.evicted = EvictedAttention(self.store, self.policy.clusters) if self.policy.clusters else None
 
     def clone(self, store: PageStore) -> Eviction:
         """A copy for a copy of the layer."""
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        twin.sinks = self.sinks.clone() if self.sinks else None
-        twin.evicted = self.evicted.clone() if self.evicted else None
-        twin.offload = None
-        twin.store, twin.pads, twin.accumulated = store, self.pads.clone(), self.accumulated.clone(store)
+        twin = copy.copy(self)
+        twin.sinks, twin.evicted, twin.offload = copy.copy(self.sinks), copy.copy(self.evicted), None
+        twin.store, twin.pads, twin.accumulated = store, copy.deepcopy(self.pads), self.accumulated.clone(store)
         return twin
 
     # ------------------------------------------------------------------ events of the layer
@@ -145,10 +137,15 @@ class Eviction:
             self.sinks.to(device)
         self.accumulated.to(device)
 
-    def attention_of(self, q: Tensor, **attention: Any) -> Tensor:
-        """See `accumulated_attention`."""
+    def attention_of(self, q: Tensor, *, scale: float | None = None, window: int = 0, softcap: float = 0.0) -> Tensor:
+        """Attention of each stored token from q [B, Hq, T, Dk], the queries of the last T slots, summed over queries
+        (NaN queries, of padding, do not count) and the query heads of a KV head: float32 [B, H, N] by index."""
+        store = self.store
         with self.present():
-            return accumulated_attention(self.store, q, self.op, **attention)
+            return store.attend(
+                self.op, store.query(q), *store.empties(), store.no_mask, store.no_aux, store.no_seals, store.seen,
+                window, store.scale if scale is None else scale, softcap, store.table.longest,
+            )[2]  # fmt: skip
 
     def present(self) -> contextlib.AbstractContextManager[None]:
         """Context manager to read pages: offloaded pages are fetched."""
@@ -166,14 +163,11 @@ class Eviction:
 
     def on_cropped(self, seen: int) -> None:
         """Slots from `seen` on were removed."""
+        if seen == 0:
+            self.reset()
         self.pads.crop(seen)
         self.accumulated.on_cropped(seen)
         self.room = 0
-        if seen == 0:
-            self.count = 0
-            self.evicted = self._none_evicted()
-            if self.sinks:
-                self.sinks.reset()
 
     def on_selected(self, index: np.ndarray) -> None:
         """Row i is now the old row index[i]."""
@@ -187,11 +181,9 @@ class Eviction:
 
     def on_restored(self, queries: Sequence[Tensor] = ()) -> None:
         """The layer was filled with tokens; `queries` are its last. Slots before a row's first token are padding."""
-        rows = self.store.table.rows
-        self.pads.runs = [[(0, int(first))] if first else [] for first in rows[:, 0, 1]]
-        self.room = 0
+        self.reset()
+        self.pads.runs = [[(0, int(first))] if first else [] for first in self.store.table.rows[:, 0, 1]]
         self.accumulated.on_restored(queries)
-        self.evicted = self._none_evicted()
 
     # ------------------------------------------------------------------ what is stored
 
@@ -229,7 +221,6 @@ class Eviction:
 
     def means(self, positions: Tensor, real: Tensor) -> Tensor:
         """See `StoredTokens.mean_scores`."""
-        self.flush_scores()
         return torch.from_numpy(self.store.table.means(positions.numpy(), real.numpy()))
 
     def last_queries(self, queries: int) -> tuple[Tensor, Tensor, float]:
@@ -298,8 +289,7 @@ class Eviction:
             return None
         store, policy, H = self.store, self.policy, self.store.num_kv_heads
         slack = policy.slack or store.page_size
-        real = (store.seen - self.pads.count(b) for b in range(store.batch))
-        limits = [policy.limit(n, self.layer, self.layers) for n in real]
+        limits = [policy.limit(n, self.layer, self.layers) for n in self.real().tolist()]
         over = [live - H * (limit + slack) for live, limit in zip(self.live().tolist(), limits, strict=True)]
         self.room = -(max(over) // H)
         if self.room > policy.window:  # the budget grew with the sequence
@@ -325,15 +315,15 @@ class Eviction:
         self.onload()
         stored = self.stored()
         keep = self.keep(stored)
-        if keep.shape[1] < stored.line_slots.shape[1]:
-            keep = keep.expand(stored.slots.shape)
-        keep = keep.contiguous()
+        heads = max(keep.shape[1], stored.line_slots.shape[1])
+        keep = keep.expand(-1, heads, -1).clone(memory_format=torch.contiguous_format)
         keep[:, :, : store.sinks] = True  # the table never evicts its sinks
-        if not all(over):
-            keep = keep | ~torch.tensor(over, device="cpu")[:, None, None]
-        formats = demotion.plan(store, policy, stored, keep & (stored.line_slots >= 0)) if policy.ladder else None
-        if formats is not None and not all(over):
-            formats[~torch.tensor(over, device="cpu")] = -1
+        others = ~torch.tensor(over, device="cpu")
+        keep[others] = True
+        formats = None
+        if policy.ladder:
+            formats = demotion.plan(store, policy, stored, keep & (stored.line_slots >= 0))
+            formats[others] = -1
         if self.drop(keep, formats):
             self.rows_over_budget()
         else:
@@ -358,7 +348,7 @@ class Eviction:
         changes nothing."""
         self.onload()
         lost = self.evicted.about_to_evict(self.read()[0], self.slots(), keep) if self.evicted else None
-        if self.sinks and self.store.sinks:
+        if self.sinks:
             own_sinks(self.store)
         if not self.evict(keep, formats):
             return False
@@ -366,30 +356,48 @@ class Eviction:
             self.evicted.add(lost)
         self.count += 1
         self.room, self.accumulated.window = 0, None
-        if self.sinks and self.store.sinks:
-            evicted = self.real() - torch.from_numpy(self.store.table.live) // self.store.num_kv_heads
-            self.sinks.move(self.store, evicted.tolist(), self.read(self.store.sinks)[0])
+        if self.sinks and self.rope is not None:
+            evicted = self.real() - self.live() // self.store.num_kv_heads
+            self.sinks.move(self.store, self.rope, evicted.tolist(), self.read(self.store.sinks)[0])
         return True
 
     def longest_row(self) -> int:
         """Number of tokens of the row with the most, mean over its heads."""
         return -(-int(self.live().max()) // self.store.num_kv_heads)
 
-    def in_order(self) -> tuple[Tensor, Tensor]:
-        """See `tokens.in_order`."""
+    def in_order(self) -> tuple[Tensor, ...]:
+        """K, V [B, H, kept, D] in the layer's dtype, in sequence order. Raises ValueError unless all rows and heads
+        store the same number of tokens."""
+        slots = self.slots()
+        counts = (slots >= 0).sum(-1)
+        count = int(counts[0, 0])
+        if bool((counts != count).any()):
+            raise ValueError(
+                "kvcompress: expected the same number of tokens in all rows and heads, for attention outside of the "
+                "cache, got different numbers; call kvcompress.enable(model)"
+            )
+        place = slots.argsort(-1).argsort(-1) - (slots.shape[2] - count)  # those without a token come first
         with self.present():
-            return tokens.in_order(self.store)
+            found = self.store.read(
+                sent(place.clamp(min=-1).int().contiguous(), self.store.device), count,
+                self.store.like.new_empty(0, dtype=torch.float32),
+            )  # fmt: skip
+        return tuple(x.to(self.store.dtype) for x in found)
 
     def not_evicted(self) -> Tensor | None:
         """bool [B, 1 or H, seen]: False at slots of evicted tokens; None if nothing has been evicted."""
         if not self.count:
             return None
-        slots = self.slots().long()
-        kept = (~self.pads.real(self.store.seen))[:, None].repeat(1, slots.shape[1], 1)
-        width = kept.shape[2]
-        kept = torch.cat([kept, kept[:, :, :1]], 2).scatter(2, slots.masked_fill(slots < 0, width), True)
-        return kept[:, :, :width]
+        return self.store.is_stored() | ~self.pads.real(self.store.seen)[:, None]
 
     def kept(self) -> Kept:
         """The stored tokens, in sequence order."""
-        return tokens.kept(self.stored())
+        stored = self.stored()
+        found = Kept([], [], None if stored.scores is None else [])
+        for b, row in enumerate(stored.slots):
+            order = [x.argsort()[int((x < 0).sum()) :] for x in row]
+            found.slots.append([x[at].long() for x, at in zip(row, order, strict=True)])
+            found.positions.append([x[at] for x, at in zip(stored.positions[b], order, strict=True)])
+            if found.scores is not None and stored.scores is not None:
+                found.scores.append([x[at] for x, at in zip(stored.scores[b], order, strict=True)])
+        return found

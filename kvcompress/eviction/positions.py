@@ -38,24 +38,12 @@ def frequencies(config: Any, head_dim: int) -> Tensor:
 class MovedSinks:
     """The sinks of a layer, rotated forward by the number of tokens evicted from each row."""
 
-    def __init__(self, frequency: Tensor) -> None:
-        self.frequency = frequency
+    def __init__(self) -> None:
         self.rows: dict[int, tuple[int, Tensor]] = {}  # (rotated by, keys as they were written: float64 [H, S, Dk])
-
-    def clone(self) -> MovedSinks:
-        """An independent copy."""
-        twin = MovedSinks(self.frequency)
-        twin.rows = dict(self.rows)
-        return twin
 
     def to(self, device: torch.device) -> None:
         """Moves its tensors to `device`."""
-        self.frequency = self.frequency.to(device)
         self.rows = {b: (n, k.to(device)) for b, (n, k) in self.rows.items()}
-
-    def reset(self) -> None:
-        """The layer is empty again."""
-        self.rows = {}
 
     def select(self, index: list[int]) -> None:
         """Row i becomes old row index[i]."""
@@ -75,18 +63,18 @@ class MovedSinks:
                 raise ValueError(f"expected sinks {list(shape)}, got {list(keys.shape)}")
             self.rows[int(b)] = int(n), keys.to(store.device)
 
-    def move(self, store: PageStore, evicted: list[int], keys: Tensor) -> None:
+    def move(self, store: PageStore, frequencies: Tensor, evicted: list[int], keys: Tensor) -> None:
         """Rotates the sinks by `evicted` tokens for each row; keys: the sinks as stored, float [B, H, S, Dk]."""
         for b, n in enumerate(evicted):
             before, k = self.rows.get(b, (0, keys[b].double()))
             if n == before:
                 continue
-            angle = (n * self.frequency) % (2 * torch.pi)
+            angle = (n * frequencies) % (2 * torch.pi)
             cos, sin = angle.cos().repeat(2), angle.sin().repeat(2)
             half = k.shape[-1] // 2
             turned = torch.cat([-k[..., half:], k[..., :half]], -1)
             _write(store, b, (k * cos + turned * sin).to(store.dtype))
-            self.rows[b] = n, k
+            self.rows = {**self.rows, b: (n, k)}  # copies of the layer share `rows`
 
 
 def own_sinks(store: PageStore) -> None:

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 from .. import ops
-from ..policies import StoredTokens
 from ..store.device_memory import sent
 from ..store.page_store import PageStore
-from ..store.sequence import Kept, slots_of
+from ..store.sequence import slots_of
 
 _PART = 8192  # tokens of a head to decode at a time
 
@@ -49,38 +48,6 @@ def measure(store: PageStore, kind: int) -> Tensor:
         return torch.cat([x.norm(dim=-1) for x in _parts(store, kind)], 2).cpu()
     mean = torch.stack([normalize(x, dim=-1).sum(2, keepdim=True) for x in _parts(store, 0)]).sum(0)
     return torch.cat([cosine_similarity(x, mean, dim=-1) for x in _parts(store, 0)], 2).cpu()
-
-
-def in_order(store: PageStore) -> tuple[Tensor, Tensor]:
-    """K, V [B, H, kept, D] in the layer's dtype, in sequence order. Raises ValueError unless all rows and heads store
-    the same number of tokens."""
-    slots = slots_of(store.table).expand(-1, store.num_kv_heads, -1)
-    counts = (slots >= 0).sum(-1)
-    if bool((counts != counts.flatten()[0]).any()):
-        raise ValueError(
-            "kvcompress: expected the same number of tokens in all rows and heads, for attention outside of the cache, "
-            "got different numbers; call kvcompress.enable(model)"
-        )
-    order = torch.where(slots < 0, -1, slots).argsort(-1)[:, :, slots.shape[2] - int(counts.flatten()[0]) :]
-    order = order.to(store.device)
-    k, v = (x.to(store.dtype) for x in read(store))
-    if store.latent:
-        k, v = v, k[..., store.head_dim :]
-    return tuple(x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))  # type: ignore
-
-
-def kept(stored: StoredTokens) -> Kept:
-    """Slots, positions and scores in sequence order."""
-    slots: list[list[Tensor]] = []
-    positions: list[list[Tensor]] = []
-    scores: list[list[Tensor]] = []
-    for b, row in enumerate(stored.slots):
-        order = [x.argsort()[int((x < 0).sum()) :] for x in row]
-        slots.append([x[at].long() for x, at in zip(row, order, strict=True)])
-        positions.append([x[at] for x, at in zip(stored.positions[b], order, strict=True)])
-        if stored.scores is not None:
-            scores.append([x[at].clone() for x, at in zip(stored.scores[b], order, strict=True)])
-    return Kept(slots, positions, scores if stored.scores is not None else None)
 
 
 def by_index(store: PageStore, keep: Any) -> Tensor:

@@ -10,6 +10,7 @@ Tensor parallel does not need this: each layer stores the heads that its rank co
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -214,8 +215,7 @@ class ShardedKV(PagedKV):
 
     def clone(self) -> ShardedKV:
         twin = super().clone()
-        assert isinstance(twin, ShardedKV)
-        twin.pads = self.pads.clone()
+        twin.pads = copy.deepcopy(self.pads)
         return twin
 
 
@@ -274,9 +274,8 @@ class _Everywhere:
     def __init__(self, evict: ShardedEviction, stored: StoredTokens) -> None:
         self.evict, self.stored = evict, stored
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        k, v = (self.evict.ranks.gathered(x, 0)[0] for x in self.evict.read())
-        return k, v
+    def read(self) -> tuple[Tensor, ...]:
+        return tuple(self.evict.ranks.gathered(x, 0)[0] for x in self.evict.read())
 
     def measure(self, kind: int) -> Tensor:
         if kind == 2:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+import numpy as np
+
 from .. import formats
 
 COLOURS = {"raw": "#8a8f98", 32: "#8a8f98", 16: "#8a8f98", 8: "#2f7fc1", 4: "#2a9d8f", 2: "#e0902f"}
@@ -38,8 +40,9 @@ def pages(cache: Any) -> list[dict[str, Any]]:
     for index, store in stores(cache):
         table, raw = store.table, formats.resolve("raw", store.dtype)
         heads = table.rows.shape[1]
-        for (b, h, column), entry in _entries(table):
-            key, value = (int(entry) >> 8) & 255, int(entry) & 255
+        for b, h, column in np.argwhere(table.entries >= 0).tolist():
+            entry = int(table.entries[b, h, column])
+            key, value = entry >> 8 & 255, entry & 255
             n, first = int(table.rows[b, h, 0]), 0 if column == 0 else store.sinks + (column - 1) * store.page_size
             room = store.sinks if column == 0 else store.page_size
             tokens = max(0, min(n - first, room))
@@ -48,18 +51,10 @@ def pages(cache: Any) -> list[dict[str, Any]]:
             is_raw = (key, value) == (raw, raw)
             kind = "sink" if column == 0 else "open" if is_raw and store.codes != (raw, raw) else "sealed"
             name = "/".join(dict.fromkeys((formats.name_of(key), formats.name_of(value))))
-            refs = store.pool.refs(formats.offset_of(int(entry)))
+            refs = store.pool.refs(formats.offset_of(entry))
             found.append({"layer": index, "row": b, "head": h if heads > 1 else None, "column": column, "kind": kind,
                           "format": name, "tokens": tokens, "shared": refs > 1})  # fmt: skip
     return found
-
-
-def _entries(table: Any) -> Any:
-    for b, row in enumerate(table.entries):
-        for h, line in enumerate(row):
-            for column, entry in enumerate(line):
-                if entry >= 0:
-                    yield (b, h, column), entry
 
 
 def stores(cache: Any) -> list[tuple[int, Any]]:

@@ -30,12 +30,6 @@ class Pads:
         """Row i becomes old row index[i]."""
         self.runs = [list(self.runs[i]) for i in index]
 
-    def clone(self) -> Pads:
-        """An independent copy."""
-        twin = Pads(0)
-        twin.runs = [list(runs) for runs in self.runs]
-        return twin
-
     def count(self, row: int) -> int:
         """Number of padding slots of a row."""
         return sum(b - a for a, b in self.runs[row])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -56,8 +57,8 @@ class PageStore:
                 "PagedKV: latent: expected one KV head, and value_dim (the rotary part) at most head_dim (the latent), "
                 f"got {num_kv_heads} heads, head_dim {head_dim}, value_dim {value_dim}"
             )
-        names = {x for pair in [(key, value), *(spans.formats() if spans else [])] for x in pair}
-        if latent and (spread := sorted(names & set(formats.CALIBRATED))):
+        pairs = [(key, value), *(spans.formats() if spans else ()), *ladder]
+        if latent and (spread := sorted({x for pair in pairs for x in pair} & set(formats.CALIBRATED))):
             raise ValueError(f"PagedKV: latent: expected a format with a scale per row, got {spread[0]}")
         self.num_kv_heads, self.head_dim, self.value_dim, self.latent = num_kv_heads, head_dim, value_dim, latent
         self.basis = basis
@@ -71,13 +72,13 @@ class PageStore:
         self.key, self.value, self.dtype, self.page_size = key, value, dtype, page_size
         self.sinks, self.spans = sinks, spans
         self.direct, self.residual_length = residual_length == 0, residual_length or 0
-        pairs = [(key, value), *(spans.formats() if spans else ()), *ladder]
         self.codes_of = {(k, v): (formats.resolve(k, dtype), formats.resolve(v, dtype)) for k, v in pairs}
         self.codes = self.codes_of[key, value]
         self.fill = tuple(  # padding dims of K and V in pages
             -dim % max(formats.TABLE[codes[side]]["dim_multiple"] for codes in self.codes_of.values())
             for side, dim in enumerate((head_dim, value_dim))
         )
+        self.page_dims = head_dim + self.fill[0], value_dim + self.fill[1]  # dims of K and V in pages
         self._ranges = tuple(
             any(formats.TABLE[codes[side]]["zero_point"] for codes in self.codes_of.values()) for side in (0, 1)
         )
@@ -116,11 +117,6 @@ class PageStore:
         self.forget_views()
 
     @property
-    def page_dims(self) -> tuple[int, int]:
-        """Dims of K and V in pages."""
-        return self.head_dim + self.fill[0], self.value_dim + self.fill[1]
-
-    @property
     def seen(self) -> int:
         """Number of slots so far, padding included."""
         return self.table.seen
@@ -132,8 +128,7 @@ class PageStore:
 
     def clone(self) -> PageStore:
         """An independent copy; both share pages until one of them writes (copy-on-write)."""
-        twin = object.__new__(PageStore)
-        twin.__dict__.update(self.__dict__)
+        twin = copy.copy(self)
         twin.table, twin.mirror = self.table.clone(), self.mirror and Mirror(self.pool, self.device)
         twin.forget_views()
         return twin
@@ -150,7 +145,7 @@ class PageStore:
 
     def forget_views(self) -> None:
         """Drops cached views after the table was replaced."""
-        self._version = self._arena_bytes = self._empty_batch = -1
+        self._version = self._arena_bytes = -1
 
     def views(self, table: Any = None) -> Views:
         """(arena, entries, rows, slots) as tensors over the core's memory; of `table`, if it is only a part. Rebuilt
@@ -171,11 +166,8 @@ class PageStore:
 
     def empties(self) -> tuple[torch.Tensor, torch.Tensor]:
         """k [B, H, 0, Dk] and v [B, H, 0, Dv] for calls without new tokens."""
-        if self._empty_batch != self.batch:
-            self._empty_batch = self.batch
-            shape = (self.batch, self.num_kv_heads, 0)
-            self._no_k, self._no_v = (self.like.new_empty(*shape, dim) for dim in self.page_dims)
-        return self._no_k, self._no_v
+        shape, (key_dim, value_dim) = (self.batch, self.num_kv_heads, 0), self.page_dims
+        return self.like.new_empty(*shape, key_dim), self.like.new_empty(*shape, value_dim)
 
     def filled(self, x: torch.Tensor, side: int) -> torch.Tensor:
         """x in the layer's basis, its last dim padded with zeros, or with the last element if zeros would widen the
@@ -274,8 +266,7 @@ class PageStore:
 
     def whole(self) -> bool:
         """True if all slots so far are stored, in each row and for all heads."""
-        rows, seen = self.table.rows, self.seen
-        return not seen or (rows.shape[1] == 1 and self.table.slots.size == 0 and bool((rows == (seen, 0)).all()))
+        return not self.seen or all(self.plain_row(b) == (0, self.seen) for b in range(self.batch))
 
     def pieces(self, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Decoded K, V [B, H, n, D] of all slots of a `whole` store, in pieces of about `tokens` tokens over all rows:
@@ -300,29 +291,27 @@ class PageStore:
         """Slots by index: int32 [B, 1 or H, N]; -1: no token."""
         return slots_of(self.table).numpy()
 
+    def is_stored(self) -> torch.Tensor:
+        """bool [B, 1 or H, seen]: True at slots of stored tokens."""
+        slots = slots_of(self.table).long()
+        found = torch.zeros(*slots.shape[:2], self.seen + 1, dtype=torch.bool, device="cpu")
+        return found.scatter_(2, slots.masked_fill(slots < 0, self.seen), True)[:, :, :-1]
+
     def stored_slots(self) -> list[torch.Tensor]:
         """For each row the slots of the stored tokens in order, int64 [N_row]. Raises ValueError if heads differ."""
-        rows, sidecar, slots = self.table.rows, self.table.slots, []
-        if rows.shape[1] > 1:
+        stored = self.is_stored()
+        if stored.shape[1] > 1:
             raise ValueError("kept: expected the same tokens in all heads, got different ones; use kept_heads()")
-        for b in range(self.batch):
-            n, first = (int(x) for x in rows[b, 0])
-            row = np.arange(first, first + n) if sidecar.size == 0 else sidecar[b, 0, :n].astype(np.int64)
-            slots.append(torch.from_numpy(np.sort(row[row >= 0])))
-        return slots
+        return [row.nonzero().flatten() for row in stored[:, 0]]
 
     def page_starts(self) -> list[int]:
         """For each row the slot of the first token of the page that is being filled; `seen` if none is."""
-        rows, sidecar, starts = self.table.rows, self.table.slots, []
-        if rows.shape[1] > 1:
+        slots, starts = slots_of(self.table), []
+        if slots.shape[1] > 1:
             raise ValueError("page_starts: expected the same tokens in all heads, got different ones")
-        for b in range(self.batch):
-            n, first = (int(x) for x in rows[b, 0])
+        for row, n in zip(slots[:, 0], self.table.rows[:, 0, 0].tolist(), strict=True):
             at = self.sinks + max(0, n - self.sinks) // self.page_size * self.page_size
-            if at >= n:
-                starts.append(self.seen)
-            else:
-                starts.append(int(sidecar[b, 0, at]) if sidecar.size else first + at)
+            starts.append(int(row[at]) if at < n else self.seen)
         return starts
 
     def plain_row(self, b: int) -> tuple[int, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -63,8 +64,7 @@ class Pools:
 def moved(store: PageStore, device: torch.device, pool: Any, scores: bool) -> PageStore:
     """A copy of `store` with its pages in `pool` on `device`. scores: whether the table has scores."""
     arrays, pieces = serialize.survey(store)
-    twin = object.__new__(PageStore)
-    twin.__dict__.update(store.__dict__)
+    twin = copy.copy(store)
     twin.place(device, pool, store.batch)
     twin.table.spans = store.table.spans
     twin.table.keep_scores(scores)

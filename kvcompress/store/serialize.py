@@ -56,9 +56,7 @@ def page_sizes(store: PageStore, entries: NDArray[np.int64]) -> NDArray[np.int64
 def survey(store: PageStore) -> tuple[Arrays, NDArray[np.int64]]:
     """(the table with page numbers; pieces [n, 2]: offset and bytes of page i in the pool)."""
     table = store.table
-    used = max(
-        1, int((table.entries >= 0).any((0, 1)).sum()), int((table.entries >= 0).nonzero()[2].max(initial=-1)) + 1
-    )
+    used = 1 + int((table.entries >= 0).nonzero()[2].max(initial=0))
     entries = np.ascontiguousarray(table.entries[..., :used])
     sizes, there = page_sizes(store, entries), entries >= 0
     unique, first, number = np.unique(entries[there], return_index=True, return_inverse=True)
@@ -114,10 +112,9 @@ def place(store: PageStore, arrays: Arrays, memory: Bytes, checksum: int) -> Non
         raise
 
 
-def gather(store: PageStore, pieces: NDArray[np.int64], memory: Bytes | None = None) -> tuple[Bytes, int]:
-    """(bytes of the pieces, in `memory` if given; their checksum)."""
-    if memory is None:
-        memory = np.empty(int(pieces[:, 1].sum()), np.uint8)
+def gather(store: PageStore, pieces: NDArray[np.int64]) -> tuple[Bytes, int]:
+    """(bytes of the pieces, their checksum)."""
+    memory = np.empty(int(pieces[:, 1].sum()), np.uint8)
     return memory, device_memory.gather(memory_of(store), pieces, memory)
 
 

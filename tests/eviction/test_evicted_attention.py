@@ -85,7 +85,7 @@ def test_within_twice_the_exact_value(name, policy):
 def test_moments_of_clusters_are_those_of_their_keys():
     """In whatever order the keys come; with one cluster per key the result is exact."""
     keys = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
-    one, many = Summary(1, 1, 1, 8), Summary(1, 1, 64, 8)
+    one, many = Summary.empty(1, 1, 1, 8).clone(), Summary.empty(1, 1, 64, 8).clone()
     for part in keys.split(7):
         one.add(0, 0, part)
         many.add(0, 0, part)
@@ -94,7 +94,7 @@ def test_moments_of_clusters_are_those_of_their_keys():
     torch.testing.assert_close(one.spread[0, 0, 0] / 50, keys.var(0, correction=0))
     q = torch.randn(1, 2, 8)
     torch.testing.assert_close(many.log_sum(q, 0.3), (q @ keys.T * 0.3).logsumexp(-1))
-    assert Summary(1, 1, 4, 8).log_sum(q, 1.0).tolist() == [[-math.inf] * 2]
+    assert Summary.empty(1, 1, 4, 8).log_sum(q, 1.0).tolist() == [[-math.inf] * 2]
 
 
 def test_estimate_in_a_cache():

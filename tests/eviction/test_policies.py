@@ -8,7 +8,6 @@ import torch
 from evict_reference import PAGE, Row, slow_attention
 
 from kvcompress import PagedKV
-from kvcompress.eviction import eviction
 from kvcompress.policies import (
     H2O,
     RKV,
@@ -241,7 +240,7 @@ def test_accumulated_attention_is_that_of_eager_attention():
     for T in (50, 30, 1, 1):
         kv.attend(*(torch.randn(2, h, T, D, generator=generator) for h in (H * G, H, H)))
     q = torch.randn(2, H * G, 3, D, generator=generator)
-    got, want = eviction.accumulated_attention(kv.page_store, q, scale=0.2), slow_attention(kv, q, 0.2)
+    got, want = kv.eviction.attention_of(q, scale=0.2), slow_attention(kv, q, 0.2)
     assert (got - want).abs().max() <= 1e-5
 
 

@@ -9,7 +9,7 @@ PAGE = 16
 
 
 def slow_attention(store, q, scale, window=0, softcap=0.0):
-    """Reference of `kvcompress.eviction.eviction.accumulated_attention`, computed from decoded keys."""
+    """Reference of `Eviction.attention_of`, computed from decoded keys."""
     evict = store.eviction
     B, Hq, T, _ = q.shape
     K = evict.read()[0].double()
