@@ -19,13 +19,13 @@ def latent(args, S: int, B: int, G: int, rank: int = 512, rope: int = 64, nope: 
     from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-    from kvcompress.hf.latent import to_values, with_keys
+    from kvcompress.hf import latent as mla
 
     config = DeepseekV3Config(hidden_size=64, num_attention_heads=G, num_key_value_heads=G, q_lora_rank=16,
                               kv_lora_rank=rank, qk_rope_head_dim=rope, qk_nope_head_dim=nope,
                               v_head_dim=v)  # fmt: skip
     module = DeepseekV3Attention(config, 0).bfloat16()
-    weight, scale = module.kv_b_proj.weight.detach().view(G, nope + v, rank), module.scaling
+    scale = module.scaling
     q, wide_q = _random(B, G, 1, nope + rope, seed=2), _random(B, G, 1, rank + rope, seed=3)
     latents, rotary = _random(B, 1, S, rank), _random(B, 1, S, rope, seed=1)
     calls = {}
@@ -40,8 +40,8 @@ def latent(args, S: int, B: int, G: int, rank: int = 512, rope: int = 64, nope: 
             return store.attend(wide_q, scale=scale)[0]
 
         def absorbed(i: int, store=store):
-            own = torch.cat([with_keys(q[..., :nope], weight[:, :nope]), q[..., nope:]], -1)
-            return to_values(store.attend(own, scale=scale)[0].transpose(1, 2), weight[:, nope:])
+            out = store.attend(mla.absorbed(module, q), scale=scale)[0]
+            return mla.values_of(module, out.transpose(1, 2))
 
         calls[f"{key}/{value}"], calls[f"{key}/{value} absorbed"] = bare, absorbed
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from kvcompress.hf.calibrate import measured
 from kvcompress.hf.configs import text_config
+from kvcompress.hf.modules import weights_hash
 from kvcompress.hf.save_load import model_hash
-from kvcompress.hf.weights import weights_hash
 from kvcompress.quantization.calibration import Calibration
 from kvcompress.tools.evaluation.published import hadamard
 

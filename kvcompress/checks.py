@@ -161,22 +161,18 @@ def transforms() -> bool:
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _untransformed(name: str, x: torch.Tensor) -> None:
-    mapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
-    if mapped or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None):
-        what = "of torch.func (vmap, jvp, grad)" if mapped else "with a tangent (forward-mode AD)"
-        raise ValueError(
-            f"PagedKV: {name}: expected a plain tensor, got one {what}, which pages do not support; run the model "
-            "without a KVCache there, and pass a batch instead of using vmap"
-        )
-
-
 def tensor(name: str, x: Any, shape: str, device: torch.device) -> None:
     """Checks that x is a dense, non-empty 4-D tensor on the device that does not require grad."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"PagedKV: {name}: expected a tensor {shape}, got {type(x).__name__}")
     if transforms():
-        _untransformed(name, x)
+        mapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+        if mapped or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None):
+            what = "of torch.func (vmap, jvp, grad)" if mapped else "with a tangent (forward-mode AD)"
+            raise ValueError(
+                f"PagedKV: {name}: expected a plain tensor, got one {what}, which pages do not support; run the model "
+                "without a KVCache there, and pass a batch instead of using vmap"
+            )
     if x.dim() != 4:
         raise ValueError(f"PagedKV: {name}: expected {shape}, got {x.dim()} dimensions {list(x.shape)}")
     if x.device != device and (x.device.type != device.type or device.index is not None):

@@ -376,8 +376,7 @@ class PagedKV(LayerStore, DisplayMixin):
 
     def kept_heads(self) -> Kept:
         """Slots, positions and scores of the stored tokens, by row and head, in sequence order."""
-        evict = self.eviction or self._bare()
-        return evict.kept()
+        return (self.eviction or self._bare()).kept()
 
     def _bare(self) -> Eviction:
         """An `Eviction` for `evict(keep)` in a layer without a policy."""

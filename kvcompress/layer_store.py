@@ -32,14 +32,11 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
     pages that appends seal, for a rollback, or None.
     """
 
-    page_store: PageStore
-    eviction: Eviction | None
-    sliding: AttentionWindow | None
-    offload: LayerOffload | None
     held: list[_C.Held] | None = None
 
     def __init__(self, page_store: PageStore, eviction: Eviction | None, sliding: AttentionWindow | None) -> None:
-        self.page_store, self.eviction, self.sliding, self.offload = page_store, eviction, sliding, None
+        self.page_store, self.eviction, self.sliding = page_store, eviction, sliding
+        self.offload: LayerOffload | None = None
 
     @property
     def seen(self) -> int:
@@ -256,7 +253,7 @@ def move(layers: Sequence[LayerStore], device: torch.device, pool: Any) -> None:
 
 @contextlib.contextmanager
 def all_or_nothing(layers: Sequence[LayerStore]) -> Iterator[None]:
-    """Context manager that undoes all evictions from `layers` inside it if one fails. Old pages are kept until the
+    """Context manager that reverts all evictions from `layers` inside it if one fails. Old pages are kept until the
     end, next to the new ones."""
     before = []
     for layer in layers:

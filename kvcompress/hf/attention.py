@@ -286,7 +286,7 @@ def _dense_pair(
     if staged and mask is not None and mask.dim() == 2:
         own = mask[:, block.base :]
     block.dense_pair(own)
-    key, value = block.dense_of(key), block.dense_of(value)
+    key, value = dense(key), dense(value)
     if block.layer.window:
         mask, window = block.layer.window_mask(given_mask, window)
     if block.not_evicted is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..store.device_memory import usable
 from . import attention
@@ -17,6 +19,8 @@ from .compiled_generate import Stepped
 from .configs import chosen, misfit, reads_others, text_config
 from .latent import absorb, unabsorbed
 from .layer_options import is_paged
+
+_MEASURING = "kvcompress_measuring"
 
 
 @dataclass
@@ -93,9 +97,27 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
+@contextmanager
+def observing(model: PreTrainedModel, observe: Callable[..., None]) -> Iterator[None]:
+    """Context manager: the model is in eval mode, and each attention call of its text decoder first calls
+    `observe(module, q, k, v, options)`, with tensors [B, heads, T, D] and the keyword arguments of the call."""
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        observe(module, *(x.detach() for x in (query, key, value)), options)
+        return attention.kvcompress_attention_forward(module, query, key, value, mask, **options)
+
+    AttentionInterface.register(_MEASURING, attend)
+    AttentionMaskInterface.register(_MEASURING, sdpa_mask)
+    try:
+        with attending(model, _MEASURING), evaluating(model):
+            yield
+    finally:
+        AttentionInterface.register(_MEASURING, attention.kvcompress_attention_forward)  # frees what `observe` holds
+
+
 def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     """Makes `model` attend to the compressed pages directly when its cache is a `KVCache`. With other caches, or none,
-    its results do not change. Undo with `model.set_attn_implementation("sdpa")`.
+    its results do not change. `model.set_attn_implementation("sdpa")` reverts it.
 
     An unsupported model is not changed, and the report says why. Decode steps that `generate` compiles (on a GPU, with
     `KVCache(max_length=...)`) then run inside `KVCache.step`.

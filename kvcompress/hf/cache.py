@@ -21,18 +21,17 @@ from .. import checks
 from ..layer_store import select_rows
 from ..parallel.context_parallel import paged
 from ..policies import Policy
-from ..quantization.calibration import Calibration
 from ..quantization.mixed_precision import pair
 from ..store import pools
 from ..store.display_mixin import DisplayMixin, Stats
 from ..store.sequence import Kept, copies
 from . import attention, convert, native_layers, static_layer
-from .configs import masks_itself, misfit, text_config
+from .configs import masks_itself, text_config
 from .forward_pass import ForwardPass
 from .indexed_layer import IndexedPagedLayer
 from .layer import PagedLayer, committed_layers, paged_layers
 from .layer_options import LayerOptions, layer_options
-from .save_load import check_model, options_of
+from .save_load import of_model, options_of
 from .sliding_layer import SlidingPagedLayer
 from .static_layer import StaticPagedLayer, StaticSlidingPagedLayer
 from .suspend import MovableCache
@@ -110,7 +109,9 @@ class KVCache(MovableCache, DisplayMixin):
         pool = checks.pool(pool) or pools.for_pages(max_bytes=checks.integer("max_bytes", max_bytes, 0))
         if group is not None and max_length is not None:
             raise ValueError("KVCache: expected group or max_length, got both; compiled steps do not support ranks")
-        measured = _measured(text, calibration, group)
+        if group is not None and calibration is not None:
+            raise ValueError("KVCache: expected calibration or group, got both; omit one of the two")
+        measured = None if calibration is None else of_model(calibration, text)
         slots = None if max_length is None else checks.integer("max_length", max_length, 1)
         common: dict[str, Any] = {
             "key": key, "value": value, "page_size": page_size, "sinks": sinks, "residual_length": residual_length,
@@ -124,9 +125,7 @@ class KVCache(MovableCache, DisplayMixin):
         options = layer_options(text, {**common, "group": group}, per_layer=per_layer, guard=guard, max_length=slots,
                                 calibration=measured)  # fmt: skip
         last = max((i for i, x in enumerate(options) if x.paged is not None), default=-1)
-        self.forward_pass = ForwardPass(self, text, pools.Pools(pool, each), last)
-        self.forward_pass.strict, self.forward_pass.calibration = strict, measured
-        self.forward_pass.fits = misfit(text) is None
+        self.forward_pass = ForwardPass(self, text, pools.Pools(pool, each), last, strict, measured)
         super().__init__(layers=[_layer(self.forward_pass, i, x, slots) for i, x in enumerate(options)])
         # Build a layer of each kind now, so that invalid options raise here and not in the first forward pass.
         for x in options:
@@ -311,14 +310,9 @@ class KVCache(MovableCache, DisplayMixin):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         forward_pass = self.forward_pass.clone(twin)
-        for name, x in self.__dict__.items():
-            if name not in ("layers", "forward_pass"):
-                setattr(twin, name, copy.deepcopy(x, memo))
-        twin.forward_pass = forward_pass
-        twin.layers = [
-            layer.clone(forward_pass) if isinstance(layer, PagedLayer) else copy.deepcopy(layer, memo)
-            for layer in self.layers
-        ]
+        memo[id(self.forward_pass)] = forward_pass
+        memo.update((id(layer), layer.clone(forward_pass)) for layer in paged_layers(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
     # ------------------------------------------------------------------ figures
@@ -390,28 +384,14 @@ class KVCache(MovableCache, DisplayMixin):
         )
 
 
-def _measured(text: PreTrainedConfig, calibration: Any, group: Any) -> Calibration | None:
-    """The calibration; ValueError if it was measured on another model, or together with `group`."""
-    if calibration is None:
-        return None
-    if group is not None:
-        raise ValueError("KVCache: expected calibration or group, got both; omit one of the two")
-    measured = Calibration.of(calibration)
-    check_model(measured, text)
-    return measured
-
-
 def _layer(forward_pass: ForwardPass, index: int, options: LayerOptions, slots: int | None) -> Any:
     """Layer `index` of a cache. slots: `max_length`, or None."""
     if options.paged is None:
         kind, arguments = options.own
         return kind(**arguments)
-    if options.max_slots:
-        return IndexedPagedLayer(forward_pass, options.paged, options.max_slots)
-    windowed = bool(options.paged.get("window"))
-    if slots is None:
-        return (SlidingPagedLayer if windowed else PagedLayer)(forward_pass, options.paged)
-    return (StaticSlidingPagedLayer if windowed else StaticPagedLayer)(forward_pass, options.paged, index, slots)
+    full, windowed = (StaticPagedLayer, StaticSlidingPagedLayer) if slots else (PagedLayer, SlidingPagedLayer)
+    kind = IndexedPagedLayer if options.max_slots else windowed if options.paged.get("window") else full
+    return kind(forward_pass, options.paged, index, slots or 0, options.max_slots)
 
 
 attention.register()

@@ -10,25 +10,22 @@ transform coding (Goyal 2001, IEEE Signal Processing Magazine). `Calibration.bas
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .. import checks
 from ..quantization.calibration import Calibration
-from .attention import eager, kvcompress_attention_forward
-from .backend import attending, evaluating
+from .attention import eager
+from .backend import observing
 from .configs import reads_others, text_config
+from .modules import weights_hash
 from .save_load import model_hash
-from .weights import weights_hash
 
-_NAME = "kvcompress_calibrate"
 _PAGE, _SINKS, _ROWS = 64, 4, 256
 _LEAST = 0.1  # minimum weight, as a share of the mean cost; see `second_moments`
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
@@ -123,27 +120,6 @@ def _map(moments: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
     return found.cpu(), deviation.float().cpu()
 
 
-@contextmanager
-def _measuring(model: PreTrainedModel, measure: Measure) -> Iterator[dict[int, dict[str, Any]]]:
-    layers: dict[int, dict[str, Any]] = {}
-
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        found = layers.setdefault(module.layer_idx, {"module": module})
-        found["given"] = kwargs
-        measure(found, module, *(x.detach() for x in (query, key, value)))
-        return kvcompress_attention_forward(module, query, key, value, mask, *args, **kwargs)
-
-    AttentionInterface.register(_NAME, attention)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
-    try:
-        with attending(model, _NAME), evaluating(model):
-            yield layers
-    finally:
-        AttentionInterface.register(_NAME, kvcompress_attention_forward)  # frees the layers
-
-
 @torch.no_grad()
 def measured(
     model: PreTrainedModel, ids: Any, measure: Measure, *, context: int = 2048, tokens: int = 16384
@@ -163,7 +139,14 @@ def measured(
         raise ValueError("calibrate: expected a model with K and V heads, got one with latent attention (MLA)")
     if (least := min(map(len, texts))) < context:
         raise ValueError(f"calibrate: ids: expected at least {context} tokens, got {least}; use a longer text")
-    with _measuring(model, measure) as found:
+    found: dict[int, dict[str, Any]] = {}
+
+    def observe(module: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+        layer = found.setdefault(module.layer_idx, {"module": module})
+        layer["given"] = options
+        measure(layer, module, q, k, v)
+
+    with observing(model, observe):
         for flat in texts:
             for part in flat[: min(len(flat), tokens // len(texts))].split(context):
                 if len(part) == context:

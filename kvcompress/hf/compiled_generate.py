@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -24,29 +25,21 @@ class Stepped:
         if model is None:
             raise RuntimeError("kvcompress: the model of this shallow copy was deleted; call enable(model) on the copy")
         compiled = type(model).get_compiled_call(model, *args, **kwargs)
-        return compiled if compiled == model.__call__ else _Call(model, compiled)
+        return compiled if compiled == model.__call__ else partial(_call, model, compiled)
 
     def __reduce__(self) -> tuple:  # a copy, or a pickle, of a model has one for the new model
-        return object.__new__, (Stepped,), {"model": self.model()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["model"])  # type: ignore[misc]
+        return Stepped, (self.model(),)
 
 
-class _Call:
+def _call(model: Any, compiled: Callable, *args: Any, **kwargs: Any) -> Any:
     """A call of `generate`: compiled if it is a decode step that `KVCache.step` supports, which sees all tokens."""
-
-    def __init__(self, model: Any, compiled: Callable) -> None:
-        self.model, self.compiled = model, compiled
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get(CACHE_ARGUMENT)
-        if not isinstance(cache, KVCache) or not cache.needs_step(self.model.device):
-            return self.compiled(*args, **kwargs)
-        tokens = next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
-        dense = kwargs.get("output_attentions") or self.model.config.output_attentions or self.model.training
-        one = tokens is not None and tokens.shape[1] == 1
-        if dense or not one or not static_layer.steps_over(cache, kwargs.get("attention_mask")):
-            return self.model(*args, **kwargs)
-        with cache.step():
-            return self.compiled(*args, **kwargs)
+    cache = kwargs.get(CACHE_ARGUMENT)
+    if not isinstance(cache, KVCache) or not cache.needs_step(model.device):
+        return compiled(*args, **kwargs)
+    tokens = next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+    dense = kwargs.get("output_attentions") or model.config.output_attentions or model.training
+    one = tokens is not None and tokens.shape[1] == 1
+    if dense or not one or not static_layer.steps_over(cache, kwargs.get("attention_mask")):
+        return model(*args, **kwargs)
+    with cache.step():
+        return compiled(*args, **kwargs)

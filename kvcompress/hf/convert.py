@@ -17,7 +17,6 @@ from transformers.cache_utils import (
 from .. import checks
 from .forward_pass import LayeredCache
 from .layer import PagedLayer
-from .sliding_layer import SlidingPagedLayer
 
 
 def fill(cache: LayeredCache, source: Cache, attention_mask: torch.Tensor | None) -> None:
@@ -53,20 +52,14 @@ def fill(cache: LayeredCache, source: Cache, attention_mask: torch.Tensor | None
 
 
 def _append(layer: PagedLayer, source: Any, mask: torch.Tensor | None) -> None:
-    seen, own = source.get_seq_length(), None
-    keys, values = source.keys, source.values
+    seen = source.get_seq_length()
     if layer.max_slots and seen > layer.max_slots:
         raise ValueError(
             f"from_cache: expected at most {layer.max_slots} slots, the config's index_topk, got {seen}; "
             "keep using the DynamicCache"
         )
-    if mask is not None:
-        own = checks.own_mask(mask[:, :seen], keys.shape[0], seen)
-    if isinstance(layer, SlidingPagedLayer):
-        most = min(seen, layer.window - 1)  # the source may hold more, for `crop`
-        layer.fill(keys[:, :, keys.shape[2] - most :], values[:, :, values.shape[2] - most :], own, seen)
-    else:
-        layer.fill(keys, values, own)
+    own = None if mask is None else checks.own_mask(mask[:, :seen], source.keys.shape[0], seen)
+    layer.fill(source.keys, source.values, own, seen)
 
 
 def dense(cache: LayeredCache) -> DynamicCache:

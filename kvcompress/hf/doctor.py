@@ -65,13 +65,6 @@ _LIMIT = "which are all attended to; ValueError from slot {} on, where the index
 _COMPILED = f"compiled calls of more than {FEW} tokens, and all of them on a GPU, expand latents"
 
 
-def _others(kind: str) -> str:
-    """Why a layer keeps transformers' own cache."""
-    if kind not in ("sliding_attention", "chunked_attention"):
-        return f"{kind}: keeps transformers' own cache"
-    return "a window of 1 or a chunk size that is not a multiple of 16 keeps transformers' own cache"
-
-
 def doctor(model: Any, cache: KVCache | str | None = None, *, verbose: bool = True) -> Diagnosis:
     """Reports for each layer of `model` which cache it uses, whether attention reads the compressed pages directly,
     and if not, why. Changes nothing.
@@ -106,7 +99,9 @@ def doctor(model: Any, cache: KVCache | str | None = None, *, verbose: bool = Tr
         elif kind == "dummy":
             rows.append(Row(index, kind, "none", "own", "holds no K and V"))
         else:
-            rows.append(Row(index, kind, type(layer).__name__, "own", _others(kind)))
+            small = "a window of 1 or a chunk size that is not a multiple of 16"
+            what = small if kind in ("sliding_attention", "chunked_attention") else f"{kind}:"
+            rows.append(Row(index, kind, type(layer).__name__, "own", f"{what} keeps transformers' own cache"))
     found = Diagnosis(type(inner).__name__, text._attn_implementation or "", rows)
     if verbose:
         print(found)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from .. import _C
 from ..layer import PagedKV
@@ -19,10 +18,9 @@ from ..offload.prefetch import Prefetcher
 from ..quantization.calibration import Calibration
 from ..store.pools import Pools
 from . import attention, format_check
-from .configs import reads_others
-from .modules import attention_by_layer
+from .configs import misfit, reads_others
+from .modules import attention_by_layer, weights_hash
 from .native_layers import forget_states, put_back
-from .weights import check_weights
 
 _NAME = "_attn_implementation_internal"
 _UNEVEN = (
@@ -33,46 +31,21 @@ _UNEVEN = (
 _SAFER = "use int4 or kivi4, which subtract the mean, or int8"
 
 
-class LayeredCache(Protocol):
-    """Interface of the cache of a forward pass."""
+class LayeredCache(Cache):
+    """The cache of a forward pass. Its paged layers are `revertible`: they can remove the tokens of a failed pass."""
 
     layers: list[Any]
     forward_pass: ForwardPass
-
-    def get_seq_length(self) -> int: ...
-
-    def update_eager(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> Any: ...
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> Any: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-class RevertibleLayer(CacheLayerMixin):
-    """A layer that can remove the tokens of a failed forward pass."""
-
-    revertible = True  # faster than `isinstance` of an abstract class, for each layer and step
-
-    def __init__(self) -> None:
-        self.staged: Any = None  # the block of `update()` until it is stored
-
-    @abstractmethod
-    def forget(self, seen: int) -> None:
-        """Keeps the first `seen` slots."""
-
-    @abstractmethod
-    def evict(self) -> None:
-        """Runs a deferred eviction."""
-
-    @abstractmethod
-    def offload_pages(self, prefetcher: Prefetcher | None) -> None:
-        """Offloads the oldest pages, if the cache uses tiers."""
+    to_dict: Callable[[], dict[str, Any]]
 
 
 class ForwardPass:
     """State shared by the layers of one cache: the pools, the model's config, and the current forward pass."""
 
-    def __init__(self, cache: LayeredCache, config: PreTrainedConfig, pools: Pools, last_paged: int) -> None:
+    def __init__(
+        self, cache: LayeredCache, config: PreTrainedConfig, pools: Pools, last_paged: int, strict: bool,
+        calibration: Calibration | None,
+    ) -> None:  # fmt: skip
         self.cache = weakref.ref(cache)
         self.config, self.pools, self.last_paged = config, pools, last_paged
         self._settings = config.__dict__  # faster: attribute access of a config takes four Python calls
@@ -88,10 +61,9 @@ class ForwardPass:
         self.prefetcher: Prefetcher | None = None  # if the cache uses tiers
         # While the cache is suspended: its pages, or (path, digest) of the file; slots of each layer. See `suspend`.
         self.suspended: tuple[Any, dict[int, int]] | None = None
-        self.calibration: Calibration | None = None
+        self.strict, self.calibration = strict, calibration  # strict: keys that do not suit their format are an error
         self.checked_weights: set[int] = set()  # layers whose weights match the calibration
-        self.fits = False  # `enable` supports the model
-        self.strict = False  # keys that do not suit their format are an error
+        self.fits = misfit(config) is None  # `enable` supports the model
         self.broken: dict[int, str] = {}  # layers of this pass whose keys do not suit their format, and why
         # Number of slots that each paged layer must have before this pass; -1: as many as the first; None: not checked.
         self.length: int | None = -1
@@ -100,18 +72,23 @@ class ForwardPass:
 
     def clone(self, cache: LayeredCache) -> ForwardPass:
         """A copy for a copy of the cache."""
-        twin = ForwardPass(cache, self.config, self.pools, self.last_paged)
-        twin.at, twin.states_lost, twin.length, twin.strict = self.at, self.states_lost, self.length, self.strict
-        twin.complete, twin.states_at = self.complete, self.states_at
-        twin.fits, twin.calibration, twin.checked_weights = self.fits, self.calibration, set(self.checked_weights)
+        twin = ForwardPass(cache, self.config, self.pools, self.last_paged, self.strict, self.calibration)
+        twin.at, twin.states_at, twin.states_lost, twin.length = self.at, self.states_at, self.states_lost, self.length
+        twin.complete, twin.fits, twin.checked_weights = self.complete, self.fits, set(self.checked_weights)
         return twin
 
     def check_weights(self, module: torch.nn.Module) -> None:
         """Raises ValueError if the weights of an attention module do not match the calibration. Checks each once."""
         index = getattr(module, "layer_idx", None)
-        if self.calibration and index in self.calibration.weights and index not in self.checked_weights:
-            check_weights(self.calibration, index, module)
-            self.checked_weights.add(index)
+        if not self.calibration or index not in self.calibration.weights or index in self.checked_weights:
+            return
+        found, known = weights_hash(module), self.calibration.weights[index]  # none of offloaded weights
+        if found and known and found != known:
+            raise ValueError(
+                "KVCache: calibration: expected the model that it was measured on, got one with other weights in layer "
+                f"{index} (or the same in float16); run `kvcompress calibrate` for this model"
+            )
+        self.checked_weights.add(index)
 
     def check_all_weights(self, model: Any) -> None:
         """`check_weights` of all layers whose attention module can be found before a call: not with fused projections,
@@ -132,13 +109,11 @@ class ForwardPass:
         if self.fits:
             self.fits = False
             warnings.warn(
-                f"KVCache: expected the kvcompress attention, got {self._attention()!r}, for which pages are decoded "
-                "at every step; call kvcompress.enable(model), and create the cache from model.config itself",
+                f"KVCache: expected the kvcompress attention, got {self.config._attn_implementation!r}, for which "
+                "pages are decoded at every step; call kvcompress.enable(model), and create the cache from "
+                "model.config itself",
                 stacklevel=2,
             )
-
-    def _attention(self) -> str:
-        return self._settings.get(_NAME) or self.config._attn_implementation
 
     def split_mask(self, mask: torch.Tensor, store: PagedKV, T: int) -> tuple[torch.Tensor | None, bool]:
         """Splits a mask, bool [B, seen + T], into ([B, T] of the new tokens, or None without padding; whether the rest
@@ -240,13 +215,6 @@ class ForwardPass:
             self.broken[self.at] = what
         return True
 
-    def _warn(self) -> None:
-        layers, (first, what) = sorted(self.broken), min(self.broken.items())
-        self.broken = {}
-        warnings.warn(
-            f"KVCache: layers {layers}: keys do not suit their format. Layer {first}: {what}; {_SAFER}", stacklevel=2
-        )
-
     def _check_length(self, index: int, length: int) -> None:
         if self.length in (-1, length):
             self.length = length
@@ -269,7 +237,7 @@ class ForwardPass:
         pass had another number, since transformers makes one mask for all layers. (For a single query only eager
         attention has a mask.)"""
         self.width = self.width or width
-        if evicts and self.width != width and (T > 1 or self._attention() == "eager"):
+        if evicts and self.width != width and (T > 1 or self.config._attn_implementation == "eager"):
             raise ValueError(
                 f"KVCache: expected layers that keep the same number of tokens, for attention outside of the cache, "
                 f"got {width} in layer {self.at}, {self.width} before; call kvcompress.enable(model)"
@@ -294,7 +262,12 @@ class ForwardPass:
                     if self.prefetcher is not None:
                         layer.offload_pages(self.prefetcher)
             if self.broken:
-                self._warn()
+                layers, (first, what) = sorted(self.broken), min(self.broken.items())
+                self.broken = {}
+                warnings.warn(
+                    f"KVCache: layers {layers}: keys do not suit their format. Layer {first}: {what}; {_SAFER}",
+                    stacklevel=2,
+                )
 
     def rollback(self, seen: int) -> None:
         """Removes the tokens of a failed forward pass that began with `seen` slots from all layers."""
@@ -306,7 +279,7 @@ class ForwardPass:
         for index, layer in enumerate(cache.layers[: self.at + 1]):
             if index in self.before:
                 put_back(layer, self.before[index])
-            elif isinstance(layer, RevertibleLayer):
+            elif getattr(layer, "revertible", False):
                 layer.staged = None
                 layer.forget(seen)
             if isinstance(layer, LinearAttentionCacheLayerMixin) and seen:

@@ -69,7 +69,7 @@ def _asked(model: Any, args: tuple, kwargs: dict[str, Any], name: str) -> Any:
 
 
 class Patch:
-    """Result of `patch_generate`. To revert it, call `undo`, or leave the `with` block.
+    """Result of `patch_generate`. To revert it, call `remove`, or leave the `with` block.
 
     options: arguments of the caches; calls: number of caches created; last: `stats()` of the latest cache at the end of
     its call, or None; report: `enable`'s report, or None.
@@ -90,7 +90,7 @@ class Patch:
             self.report = backend.enable(model, verbose=False)
         model.__dict__["generate"] = _Generate(model, self)
 
-    def undo(self) -> None:
+    def remove(self) -> None:
         """Restores the model's `generate` and attention. Several patches of one model are reverted in reverse order."""
         model, self._model = self._model() if self._model else None, None
         if model is None:
@@ -108,10 +108,10 @@ class Patch:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.undo()
+        self.remove()
 
     def __repr__(self) -> str:
-        state = "on" if self._model and self._model() is not None else "undone"
+        state = "on" if self._model and self._model() is not None else "removed"
         return f"Patch({self.options['key']!r}, {self.options['value']!r}, {state}, {self.calls} calls)"
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from .forward_pass import ForwardPass
 from .layer import PagedLayer
 
 
@@ -14,13 +13,7 @@ class IndexedPagedLayer(PagedLayer):
     """A paged layer of latents of a model with an indexer (DeepSeek-V3.2, GLM-5). Up to `max_slots` slots the indexer
     selects all of them, so its keys are not stored; beyond, ValueError."""
 
-    def __init__(self, forward_pass: ForwardPass, options: dict[str, Any], max_slots: int) -> None:
-        super().__init__(forward_pass, options)
-        self.max_slots = max_slots
-        self.given = 0  # slots of the mask of this call; a policy may evict before `update_indexer`
-
-    def _twin(self, forward_pass: ForwardPass) -> IndexedPagedLayer:
-        return type(self)(forward_pass, self.options, self.max_slots)
+    given = 0  # slots of the mask of this call; a policy may evict before `update_indexer`
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..store.device_memory import usable
-from .layer import Block
-from .lazy import LazyKV, lazy_pair
+from .layer import Block, PagedLayer
+from .lazy import LazyKV
 
 _ABSORBS = "_kvcompress_absorbs"  # attribute of a module whose expand_kv only applies kv_b_proj
 
@@ -34,10 +34,10 @@ class Expanded(LazyKV):
         """Attention [B, T, Hq, Dv] over pages of latents. Returns None and does nothing if weights cannot be absorbed,
         or if expanding is cheaper and the policy does not need attention."""
         block: Any = self.block
-        module, T, rank, rope = self.module, query.shape[2], block.k.shape[3], block.v.shape[3]
+        module = self.module
         if _weight(module) is None:
             return None
-        if isinstance(block, Block) and not _asks(block) and not _cheaper(module, T, self.shape[2], rank, rope):
+        if isinstance(block.layer, PagedLayer) and _expands(module, block, query.shape[2], self.shape[2]):
             return None
         out = block.layer.attend(block, absorbed(module, query), mask, **options)
         return None if out is None else values_of(module, out)
@@ -50,42 +50,34 @@ class Latents(LazyKV):
         latents, rotary = self.block.dense_pair()
         return latents if self.side else torch.cat([latents, rotary], -1)
 
-    @classmethod
-    def of_block(cls, block: Block) -> tuple[Latents, Latents]:
-        rank = block.k.shape[3]
-        return lazy_pair(block, cls, (rank + block.v.shape[3], rank))
-
 
 def absorbed(module: Any, query: Tensor) -> Tensor:
     """Absorbs W_uk: queries [B, H, T, nope + rope] of a module -> [B, H, T, rank + rope]."""
     weight, nope = _weight(module), module.qk_nope_head_dim
     assert weight is not None
-    return torch.cat([with_keys(query[..., :nope], weight[:, :nope].to(query.dtype)), query[..., nope:]], -1)
+    rows = torch.bmm(query[..., :nope].transpose(0, 1).flatten(1, 2), weight[:, :nope].to(query.dtype))
+    own = rows.unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
+    return torch.cat([own, query[..., nope:]], -1)
 
 
 def values_of(module: Any, out: Tensor) -> Tensor:
     """Applies the module's W_uv: sums of latents [B, T, H, rank] -> [B, T, H, v]."""
     weight = _weight(module)
     assert weight is not None
-    return to_values(out, weight[:, module.qk_nope_head_dim :].to(out.dtype))
-
-
-def with_keys(q: Tensor, weight: Tensor) -> Tensor:
-    """Applies W_uk [H, nope, rank]: queries [B, H, T, nope] -> [B, H, T, rank]."""
-    rows = torch.bmm(q.transpose(0, 1).flatten(1, 2), weight)
-    return rows.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)
-
-
-def to_values(out: Tensor, weight: Tensor) -> Tensor:
-    """Applies W_uv [H, v, rank]: sums of latents [B, T, H, rank] -> [B, T, H, v]."""
-    rows = torch.bmm(weight, out.flatten(0, 1).permute(1, 2, 0))  # [H, v, B * T]: faster for bf16
+    own = weight[:, module.qk_nope_head_dim :].to(out.dtype)
+    rows = torch.bmm(own, out.flatten(0, 1).permute(1, 2, 0))  # [H, v, B * T]: faster for bf16
     return rows.permute(2, 0, 1).unflatten(0, out.shape[:2])
 
 
-def _asks(block: Block) -> bool:
-    """True if the layer's policy needs queries or their attention."""
-    policy = block.layer.options["policy"]
-    return policy is not None and bool(policy.needs_attention or policy.window or policy.clusters)
+def _expands(module: Any, block: Block, queries: int, slots: int) -> bool:
+    """True if expanding takes fewer multiply-adds per head than absorption, and the layer's policy does not need
+    queries or their attention."""
+    policy, rank, rope = block.layer.options["policy"], block.k.shape[3], block.v.shape[3]
+    if policy is not None and (policy.needs_attention or policy.window or policy.clusters):
+        return False
+    nope, v = module.qk_nope_head_dim, module.v_head_dim
+    once = rank * (nope + v)
+    return queries * (once + slots * (2 * rank + rope)) >= slots * (once + queries * (nope + rope + v))
 
 
 def expand(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,10 +161,3 @@ def unabsorbed(model: nn.Module) -> str:
         return ""
     kinds = ", ".join(sorted({type(getattr(m, "kv_b_proj", None)).__name__ for m in rest}))
     return f"decoded at every step, then expanded, in {len(rest)} of {len(found)} layers (kv_b_proj is {kinds})"
-
-
-def _cheaper(module: Any, queries: int, slots: int, rank: int, rope: int) -> bool:
-    """True if absorption takes fewer multiply-adds per head."""
-    nope, v = module.qk_nope_head_dim, module.v_head_dim
-    once = rank * (nope + v)
-    return queries * (once + slots * (2 * rank + rope)) < slots * (once + queries * (nope + rope + v))

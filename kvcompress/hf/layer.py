@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import checks
 from ..layer import PagedKV
 from ..offload.prefetch import LayerOffload, Prefetcher
 from ..parallel.context_parallel import paged
 from . import attention, format_check, masks
-from .forward_pass import ForwardPass, RevertibleLayer
+from .forward_pass import ForwardPass
 from .lazy import LazyKV
-from .shared import attend_stored
 
 _AHEAD = 31  # further layers to create LazyKV for
 
@@ -51,27 +50,23 @@ class Block:
             self.pair = (keys, values)
         return self.pair
 
-    def dense_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Dense K or V for a LazyKV of this block; anything else unchanged."""
-        return x.dense() if isinstance(x, LazyKV) and x.block is self else x
 
+class PagedLayer(checks.ProcessBound, CacheLayerMixin, instead="copy.deepcopy() or save() the KVCache of the layer"):
+    """A full-attention layer of a KVCache. options: arguments of PagedKV; index: its index in the cache; slots: see
+    StaticPagedLayer; max_slots: see IndexedPagedLayer."""
 
-class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() or save() the KVCache of the layer"):
-    """A full-attention layer of a KVCache."""
-
-    window, chunked = 0, False  # see SlidingPagedLayer
-    slots = 0  # see StaticPagedLayer
-    max_slots = 0  # see IndexedPagedLayer
+    revertible = True  # by forward_pass; faster than `isinstance`, for each layer and step
     is_sliding = False
-    is_compileable = False
     is_croppable = True
-    supports_early_init = True
 
-    def __init__(self, forward_pass: ForwardPass, options: dict[str, Any]) -> None:
-        super().__init__()
+    def __init__(
+        self, forward_pass: ForwardPass, options: dict[str, Any], index: int, slots: int = 0, max_slots: int = 0
+    ) -> None:
         self.forward_pass, self.options = forward_pass, options
+        self.index, self.slots, self.max_slots = index, slots, max_slots
+        self.window, self.chunked = options.get("window", 0), options.get("chunked", False)
         self.store: PagedKV = None  # type: ignore[assignment]  # until lazy_initialization
-        self.staged: Block | None
+        self.staged: Block | None = None  # of `update()`, until it is stored
         self.stamp = 0  # counts changes of the stored tokens
         self.recording = False  # drafts are expected: a crop may remove a part of any short call
         self.format_checked = False  # whether K was checked against its format
@@ -94,6 +89,7 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
             self.store.eviction.deferred = True
         self.store.held = self.forward_pass.held
         self.is_initialized = True
+        self.moved()
 
     def fit(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Initializes an empty layer with the shape and device of k and v."""
@@ -155,7 +151,6 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
             pair = self._outside(key_states, value_states)
         else:
             pair = self.store.append_dense(key_states, value_states, start=self.start_of(base))
-        self.changed()
         self.after_append(base)
         return pair
 
@@ -189,6 +184,7 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
     def after_append(self, base: int) -> None:
         """The tokens of a pass that began at slot `base` are stored. A first pass, which is reverted by a reset, evicts
         layer by layer; later ones evict when no layer can fail any more."""
+        self.changed()
         if base == 0:
             self.evict()
         self.forward_pass.done()
@@ -203,8 +199,8 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
             self.store.eviction.evict_deferred()
 
     def offload_pages(self, prefetcher: Prefetcher | None) -> None:
-        """Offloads the oldest pages, if the cache uses tiers."""
-        if prefetcher is not None and self.is_initialized:
+        """Offloads the oldest pages, if the cache uses tiers. (A window has few.)"""
+        if prefetcher is not None and self.is_initialized and not self.is_sliding:
             if self.store.offload is None:
                 self.store.attach(LayerOffload(self.store.page_store, prefetcher))
             assert self.store.offload is not None
@@ -240,9 +236,8 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
         self.changed()
 
     def _committed(self, block: Block) -> None:
-        self.changed()
-        block.stamp = self.stamp
         self.after_append(block.base)
+        block.stamp = self.stamp
 
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
         """The mask for attention of queries from slot `base` on, from a 4D mask."""
@@ -255,7 +250,7 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
         slot. Returns None and does nothing if the mask hides stored tokens, which the op does not support. If it
         raises, the caller rolls the pass back."""
         if self.staged is not block:
-            return attend_stored(self, block, query, mask, **options)
+            return self._attend_stored(block, query, mask, **options)
         own = None
         if mask is not None:
             own, fits = self.forward_pass.split_mask(mask, self.store, block.k.shape[2])
@@ -268,8 +263,22 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
         self._committed(block)
         return out
 
-    def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None) -> None:
-        """Stores K and V [B, H, T, D] of another cache in this empty layer. own: bool [B, T], False at padding."""
+    def _attend_stored(
+        self, block: Block, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
+    ) -> torch.Tensor | None:
+        """`attend` of a later layer that reads K and V of this one (Gemma 3n and 4), whose block is stored. None also
+        if tokens of the block are already quantized, or tokens were evicted."""
+        store = self.store
+        raw = not store.page_store.direct and block.k.shape[2] <= store.page_size
+        if store.eviction or not raw or query.shape[2] > block.k.shape[2] or query.requires_grad:
+            return None
+        if mask is not None and not self.forward_pass.split_mask(mask, store, 0)[1]:
+            return None
+        return store.attend_checked(query, None, None, None, **options)[0]
+
+    def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None, seen: int) -> None:
+        """Stores K and V [B, H, T, D], the last of `seen` slots, of another cache in this empty layer. own: bool
+        [B, seen], False at padding."""
         keys, values = (x.detach().contiguous() for x in (keys, values))
         self.lazy_initialization(keys, values)
         self.store.append(keys, values, own)
@@ -315,7 +324,7 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
         return kept + int(query_length), seen - kept
 
     def get_max_length(self) -> int:
-        return -1
+        return self.slots or -1
 
     # ------------------------------------------------------------------ changing
 
@@ -338,11 +347,10 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
         if self.is_initialized and seen < self.store.seen:
             self.change("crop", seen)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.change("select", beam_idx)
-
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.change("select", indices)
+
+    reorder_cache = batch_select_indices  # type: ignore[assignment]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.change("repeat", repeats)
@@ -373,17 +381,13 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() 
     def clone(self, forward_pass: ForwardPass) -> PagedLayer:
         """A copy for another cache; both share pages until one of them writes (copy-on-write)."""
         self.commit()
-        twin = self._twin(forward_pass)
+        twin = type(self)(forward_pass, self.options, self.index, self.slots, self.max_slots)
         twin.recording = self.recording
         if self.is_initialized:
             twin.store, twin.is_initialized, twin.format_checked = self.store.clone(), True, self.format_checked
             twin.store.held = forward_pass.held
             twin.moved()
         return twin
-
-    def _twin(self, forward_pass: ForwardPass) -> PagedLayer:
-        """An empty layer of the same class for another cache."""
-        return type(self)(forward_pass, self.options)
 
     def __repr__(self) -> str:
         return repr(self.store) if self.is_initialized else f"PagedLayer({self.options['key']}, empty)"

@@ -32,19 +32,15 @@ class LayerOptions(NamedTuple):
     max_slots: int = 0
 
 
-def has_window(kind: str, given: Mapping[str, Any]) -> bool:
-    """True if a layer type of transformers has a window whose old pages can be freed. given: arguments of transformers'
-    layer; chunks must be a multiple of 16 tokens."""
-    window = given.get("sliding_window") or 0
-    return kind in _CHUNKED and window > 1 and not (_CHUNKED[kind] and window % 16)
-
-
 def is_paged(kind: str, given: Mapping[str, Any], layer: Any, fixed: bool = False) -> bool:
     """True if a KVCache uses a paged layer for this layer type. given: arguments of transformers' layer; layer: its
     config; fixed: the cache has a `max_length`, which does not support indexers."""
     if kind == "indexed_attention":
         return bool(chosen(layer)) and not fixed
-    return kind == "full_attention" or has_window(kind, given)
+    if kind not in _CHUNKED:
+        return kind == "full_attention"
+    window = given.get("sliding_window") or 0  # in chunks: a multiple of 16 tokens
+    return window > 1 and not (_CHUNKED[kind] and window % 16)
 
 
 def window_options(

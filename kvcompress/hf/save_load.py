@@ -112,13 +112,16 @@ def model_hash(config: Any) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-def check_model(calibration: Calibration, config: Any) -> None:
-    """Raises ValueError unless the calibration was measured on a model with this (decoder) config."""
-    if calibration.model != model_hash(config):
+def of_model(calibration: Any, config: Any) -> Calibration:
+    """The `Calibration`, or that of a file. Raises ValueError unless it was measured on a model with this (decoder)
+    config."""
+    measured = Calibration.of(calibration)
+    if measured.model != model_hash(config):
         raise ValueError(
-            f"KVCache: calibration: expected one of this model, got {calibration.path or 'one'} of another model (its "
+            f"KVCache: calibration: expected one of this model, got {measured.path or 'one'} of another model (its "
             "config differs); run `kvcompress calibrate` for this model"
         )
+    return measured
 
 
 def _about(cache: LayeredCache, layers: list[dict[str, Any]], tokens: Any) -> dict[str, str]:

@@ -8,7 +8,6 @@ import torch
 
 from ..store.padding import Pads
 from . import masks
-from .forward_pass import ForwardPass
 from .layer import Block, PagedLayer
 from .lazy import dense
 
@@ -18,22 +17,19 @@ class SlidingPagedLayer(PagedLayer):
     transformers' own sliding-window layers, so that transformers' masks apply."""
 
     is_sliding = True
-
-    def __init__(self, forward_pass: ForwardPass, options: dict[str, Any]) -> None:
-        super().__init__(forward_pass, options)
-        self.window, self.chunked = options["window"], options["chunked"]
-        self.named = False  # whether the padding of the current call is known
+    named = False  # whether the padding of the current call is known
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        sliding = self.store.sliding
-        assert sliding is not None
+        sliding = self.sliding
         sliding.deferred, sliding.recording, sliding.shared = True, self.recording, self.forward_pass.reused
 
-    def offload_pages(self, prefetcher: Any) -> None:
-        """Does nothing: a window has few pages."""
-
     # ------------------------------------------------------------------ the window
+
+    @property
+    def sliding(self) -> Any:
+        """The `AttentionWindow` of its pages; None before `lazy_initialization`."""
+        return self.store and self.store.sliding
 
     def start_of(self, seen: int) -> int:
         return max(0, seen - self.window + 1)
@@ -67,39 +63,38 @@ class SlidingPagedLayer(PagedLayer):
 
     def before_append(self, base: int, k: torch.Tensor, own: torch.Tensor | None = None) -> None:
         super().before_append(base, k, own)
-        if self.store.sliding and own is None and not self.named:
-            self.store.sliding.sure = False
+        if own is None and not self.named:
+            self.sliding.sure = False
 
     # ------------------------------------------------------------------ what goes
 
     def evict(self) -> None:
-        if self.is_initialized and self.store.sliding:
-            self.store.sliding.end_call()
+        if self.sliding:
+            self.sliding.end_call()
 
     def activate_past_recording(self) -> None:
         """Frees nothing until the next `crop`."""
         self.recording = True
-        if self.is_initialized and self.store.sliding:
-            self.store.sliding.recording = True
+        if self.sliding:
+            self.sliding.recording = True
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raises ValueError where `crop` would."""
-        if self.is_initialized and self.store.sliding and tokens_to_remove < 0:
-            self.store.sliding.check_crop(max(0, self.get_seq_length() + tokens_to_remove))
+        if self.sliding and tokens_to_remove < 0:
+            self.sliding.check_crop(max(0, self.get_seq_length() + tokens_to_remove))
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        if self.recording and self.is_initialized and self.store.sliding:
-            self.store.sliding.release(self.store.seen)
+        if self.recording and self.sliding:
+            self.sliding.release(self.store.seen)
 
-    def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None, seen: int | None = None) -> None:
-        """Stores the last K and V [B, H, T, D] of `seen` slots. own: bool [B, seen], False at padding."""
-        keys, values = (x.detach().contiguous() for x in (keys, values))
+    def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None, seen: int) -> None:
+        """See PagedLayer.fill."""
+        last = keys.shape[2] - min(seen, self.window - 1)  # the source may hold more, for `crop`
+        keys, values = (x[:, :, last:].detach().contiguous() for x in (keys, values))
         self.lazy_initialization(keys, values)
-        sliding = self.store.sliding
-        assert sliding is not None
+        sliding = self.sliding
         B, H, T, _ = keys.shape
-        seen = T if seen is None else seen
         pads, lead = Pads(B), seen - T
         if own is not None:
             pads.append(0, own)

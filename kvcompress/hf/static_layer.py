@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from ..cuda_graph import CUDAGraphLayer, steps
 from . import attention
-from .forward_pass import ForwardPass, LayeredCache
+from .forward_pass import LayeredCache
 from .latent import Latents, absorbed, values_of
 from .layer import Block, PagedLayer
 from .lazy import dense, lazy_pair
@@ -33,21 +33,19 @@ FEW = 16  # maximum number of new tokens for weight absorption (MLA) in a graph 
 
 
 class StaticPagedLayer(PagedLayer):
-    """A paged layer with at most `slots` slots. index: its index in the cache."""
+    """A paged layer with at most `slots` slots."""
 
     is_compileable = True
 
-    def __init__(self, forward_pass: ForwardPass, options: dict[str, Any], index: int, slots: int) -> None:
-        super().__init__(forward_pass, options)
-        self.index, self.slots, self.in_graph = index, slots, False
+    in_graph = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.graph_layer: CUDAGraphLayer | None = None  # on a GPU, for decode steps
         number = next(_COUNT)
         _LIVE[number] = self
         with torch.inference_mode(False):  # used inside and outside of inference mode
             self.handle, self.length = torch.tensor(number, device="cpu"), torch.tensor(0, device="cpu")
-
-    def _twin(self, forward_pass: ForwardPass) -> StaticPagedLayer:
-        return type(self)(forward_pass, self.options, self.index, self.slots)
 
     def changed(self) -> None:
         super().changed()
@@ -64,10 +62,6 @@ class StaticPagedLayer(PagedLayer):
         finally:
             self.in_graph = False
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self.moved()
-
     def moved(self) -> None:
         self.changed()
         self.store.page_store.table.reserve(self.slots)  # a graph reads fixed addresses
@@ -79,9 +73,6 @@ class StaticPagedLayer(PagedLayer):
         return (
             self.graph_layer.device_arrays["seen"][0] if self.graph_layer and self.graph_layer.planned else self.length
         )
-
-    def get_max_length(self) -> int:
-        return self.slots
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """All slots for a decode step, which may run in a compiled model; for a prompt, as many as needed."""
@@ -151,10 +142,16 @@ class StaticPagedLayer(PagedLayer):
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
         """The 2D padding mask equivalent to a 4D mask over all slots, or None without padding; the 4D mask itself if it
         hides more."""
-        flat = padding_of(mask, base, mask.shape[2])
-        if flat is None:
+        T = mask.shape[2]
+        if mask.dtype != torch.bool or mask.shape[1] != 1:
             return mask
-        return None if bool(flat.all()) else flat
+        rows = mask[:, 0, :, : base + T]
+        last = rows[:, -1]
+        if T > 1:
+            slots = torch.arange(base + T, device=mask.device)
+            if not torch.equal(rows, last[:, None] & (slots <= slots[base:, None])):
+                return mask
+        return None if bool(last.all()) else last
 
 
 @contextlib.contextmanager
@@ -227,8 +224,7 @@ class StaticSlidingPagedLayer(StaticPagedLayer, SlidingPagedLayer):
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
         if isinstance(mask, WindowMask) or mask.shape[2] != 1 or mask.dtype != torch.bool or mask.shape[1] != 1:
             return SlidingPagedLayer.flat_mask(self, mask, base)
-        sliding = self.store.sliding
-        assert sliding is not None
+        sliding = self.sliding
         rows, first = mask[:, 0, 0].cpu(), sliding.first_seen(base)
         lo = int(first.min())
         real = sliding.pads.real(base, lo)
@@ -239,19 +235,6 @@ class StaticSlidingPagedLayer(StaticPagedLayer, SlidingPagedLayer):
         if bool(own.all()) and not any(sliding.pads.runs):
             return None
         return torch.cat([sliding.pads.real(base), own], 1).to(mask.device)
-
-
-def padding_of(mask: torch.Tensor, base: int, T: int) -> torch.Tensor | None:
-    """The 2D padding mask [B, base + T] if the bool mask [B, 1, T, slots] is causal attention with it, else None."""
-    if mask.dim() != 4 or mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[2] != T:
-        return None
-    rows = mask[:, 0, :, : base + T]
-    last = rows[:, -1]
-    if T > 1:
-        slots = torch.arange(base + T, device=mask.device)
-        if not torch.equal(rows, last[:, None] & (slots <= slots[base:, None])):
-            return None
-    return last
 
 
 # ---------------------------------------------------------------- ops
@@ -271,25 +254,17 @@ def _update(layer: StaticPagedLayer, k: torch.Tensor, v: torch.Tensor) -> tuple[
     return cache.update(k, v, layer.index)
 
 
-def _newest(layer: StaticPagedLayer, k: torch.Tensor, v: torch.Tensor) -> Block:
-    """The stored block of the last update, with k and v."""
-    block = Block(layer, k, v, layer.store.seen - k.shape[2])
-    block.stamp = layer.stamp
-    return block
-
-
 def _attend(q, k, v, handle, mask, s_aux, scale, window, softcap, stored):
-    layer = _LIVE[int(handle)]
+    layer, rank = _LIVE[int(handle)], k.shape[3]
     options = {"scaling": scale, "sliding_window": window, "softcap": softcap, "s_aux": s_aux, "is_causal": True}
     with layer.inside():
-        pair = lazy_pair(_newest(layer, k, v)) if stored else _update(layer, k, v)
-        if _of_latents(q, k):
-            pair = Latents.of_block(pair[0].block)
+        if stored:  # by the last update, with k and v
+            block = Block(layer, k, v, layer.store.seen - k.shape[2])
+            block.stamp = layer.stamp
+        pair = lazy_pair(block) if stored else _update(layer, k, v)
+        if q.shape[3] > rank:
+            pair = lazy_pair(pair[0].block, Latents, (rank + v.shape[3], rank))
         return attention.kvcompress_attention_forward(_EVAL, q, *pair, mask, **options)[0]
-
-
-def _of_latents(q, k):
-    return q.shape[3] > k.shape[3]
 
 
 def _dense(k, v, handle, slots):
@@ -308,7 +283,7 @@ for _op in (torch.ops.kvcompress.static_attend, torch.ops.kvcompress.static_dens
 
 @torch.library.register_fake("kvcompress::static_attend")
 def _(q, k, v, handle, mask, s_aux, scale, window, softcap, stored):
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], (k if _of_latents(q, k) else v).shape[3]))
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], (k if q.shape[3] > k.shape[3] else v).shape[3]))
 
 
 @torch.library.register_fake("kvcompress::static_dense")

@@ -19,18 +19,17 @@ from ..quantization.calibration import Calibration
 from ..store import pools, serialize
 from . import native_layers, save_load
 from .configs import text_config
-from .forward_pass import ForwardPass
+from .forward_pass import LayeredCache
 from .layer import PagedLayer, committed_layers, paged_layers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class MovableCache(checks.ProcessBound, Cache, instead="use save(path) for its contents, or to_dict() for its options"):
+class MovableCache(
+    checks.ProcessBound, LayeredCache, instead="use save(path) for its contents, or to_dict() for its options"
+):
     """`save`, `load`, `to`, `use_tiers`, `suspend`, `resume` of a cache of paged layers."""
-
-    layers: list[Any]
-    forward_pass: ForwardPass
 
     @property
     def pool(self) -> Any:
@@ -83,7 +82,7 @@ class MovableCache(checks.ProcessBound, Cache, instead="use save(path) for its c
                 f"KVCache: save: expected layers with K and V, got the states of {self.layers[first]} at {first}, "
                 "which files do not support; use suspend() or copies, which keep them in memory"
             )
-        save_load.save(self, path, tokens)  # type: ignore[arg-type]
+        save_load.save(self, path, tokens)
 
     @classmethod
     def load(
@@ -227,7 +226,7 @@ class MovableCache(checks.ProcessBound, Cache, instead="use save(path) for its c
         if path is None:
             suspended: Any = {index: _pack(store) for index, store in stores.items()}
         else:
-            suspended = os.path.realpath(checks.path("KVCache: suspend", path)), save_load.save(self, path)  # type: ignore[arg-type]
+            suspended = os.path.realpath(checks.path("KVCache: suspend", path)), save_load.save(self, path)
         seen = {index: store.seen for index, store in stores.items()}
         for store in stores.values():
             store.page_store.table.reset()

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from .. import checks, ops
 from ..hf.cache import KVCache
-from ..hf.layer import PagedLayer
+from ..hf.layer import Block, PagedLayer
 from ..hf.lazy import LazyKV, lazy_pair
 from ..layer import PagedKV
 from ..store.sequence import slots_of
@@ -77,7 +77,7 @@ class Batch(
             [torch.arange(b, b + n, device="cpu") for b, n in zip(self.bases, self.counts, strict=True)]
         )[None]
         self.failed: int | None = None
-        super().__init__(layers=[])  # layers would refer to this object: a cycle that delays freeing memory
+        super().__init__(layers=[])  # empty, so that masks cover the new tokens alone
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -91,17 +91,9 @@ class Batch(
                     f"Batch: {name}: expected [1, H, {sum(self.counts)}, D], the concatenated tokens of all sequences, "
                     f"got {list(x.shape)}"
                 )
-        block: Any = _Block(_Rows(self, layer_idx), key_states, value_states)
-        return lazy_pair(block)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0
+        rows: Any = _Rows(self, layer_idx)
+        rows.staged = Block(rows, key_states, value_states, 0)
+        return lazy_pair(rows.staged)
 
     def rollback(self, base: int = 0) -> None:
         """Restores all caches after an error in the pass. (Name and argument are those of `ForwardPass.rollback`.)"""
@@ -131,34 +123,26 @@ def _check(i: int, cache: Any, first: KVCache) -> None:
             raise ValueError(f"Batch: caches[{i}]: expected a cache of one sequence, got {layer.store.batch}")
 
 
-class _Block:
-    """The new K/V of all sequences in one layer, with the interface of `hf.layer.Block`."""
-
-    base = start = 0
-    stamp = -1
-    not_evicted = None
-
-    def __init__(self, layer: _Rows, k: Tensor, v: Tensor) -> None:
-        self.layer, self.k, self.v = layer, k, v
-        layer.staged = self
-
-    def dense_pair(self, own: Tensor | None = None) -> Any:
-        raise ValueError("Batch: expected causal attention over the pages, got a call that needs dense K and V")
-
-
 class _Rows:
-    """One layer of a Batch."""
+    """One layer of a Batch, in place of a PagedLayer. staged: the new K and V of all sequences."""
 
     window, stamp = 0, -1
 
     def __init__(self, batch: Batch, index: int) -> None:
         self.batch, self.index, self.forward_pass = batch, index, batch
-        self.staged: _Block | None = None
+        self.staged: Block | None = None
+
+    @property
+    def store(self) -> Any:
+        raise ValueError("Batch: expected causal attention over the pages, got a call that needs dense K and V")
+
+    def start_of(self, seen: int) -> int:
+        return 0
 
     def flat_mask(self, mask: Tensor, base: int) -> Tensor:
         raise ValueError("Batch: expected attention_mask=None, since sequences are not padded, got a mask")
 
-    def attend(self, block: _Block, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    def attend(self, block: Block, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         """Stores the block and attends: query [1, Hq, N, Dk] -> out [1, N, Hq, Dv]."""
         if mask is not None:
             self.flat_mask(mask, 0)
@@ -190,8 +174,6 @@ class _Rows:
                 at = batch.last[rows]
                 q1, k1, v1 = (x[0, :, at].transpose(0, 1).unsqueeze(2) for x in (query, k, v))
                 out[0, at] = attend_rows([layers[i].store for i in rows], q1, k1, v1, **options)[:, 0]
-        for layer in layers:
-            layer.changed()
         for layer, base in zip(layers, batch.bases, strict=True):
             layer.after_append(base)
         return out
@@ -208,8 +190,8 @@ def _kind(store: PagedKV) -> Any:
 
 
 def attend_rows(
-    stores: Sequence[PagedKV], q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int = 0,
-    softcap: float = 0.0, s_aux: Tensor | None = None,
+    stores: Sequence[PagedKV], q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, softcap: float,
+    s_aux: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """`PagedKV.attend` of n layers of batch 1 in one pool, with one new token each, in one call of the op.
 
@@ -223,7 +205,6 @@ def attend_rows(
             planned.append(store.page_store.plan(1, None))
         end = max(table.seen for table in tables)
         width = max(table.longest for table in tables) + 1 if any(asked) else 0
-        scale = first.page_store.scale if scale is None else scale
         out, lse, received = ops.attend(
             q, k, v, first.page_store.views()[0], *_joined(tables, end), first.page_store.no_mask,
             first.page_store.no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).cpu(),

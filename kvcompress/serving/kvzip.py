@@ -7,55 +7,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .. import checks
-from ..hf.backend import attending, evaluating
+from ..hf.backend import observing
 from ..hf.cache import KVCache
 from ..hf.configs import CACHE_ARGUMENT
 from ..hf.layer import PagedLayer
 from ..layer_store import all_or_nothing
 from ..policies.base import check_budget
 
-_NAME = "kvcompress_repeating"
 _OVERLAP = 8  # tokens before a chunk that are repeated, so that the model knows where to continue
 
 
-class _Repeat:
-    """The repetition of one chunk: collects the attention of its queries to the tokens of the chunk."""
-
-    def __init__(self, scores: dict[int, Tensor], seen: int, begin: int, end: int, sinks: int) -> None:
-        self.scores, self.seen, self.begin, self.end = scores, seen, begin, end
-        self.context = torch.cat(
-            [torch.arange(min(sinks, begin), device="cpu"), torch.arange(begin, end, device="cpu")]
-        )
-
-    def attended(self, layer: int, q: Tensor, k: Tensor, scale: float) -> None:
-        """q [B, Hq, T, D] of the repetition, k [B, H, seen + T, D]: softmax over sinks, chunk and repetition, then for
-        each token of the chunk the maximum over the queries of its group."""
-        B, H, T = q.shape[0], k.shape[1], q.shape[2]
-        n = len(self.context)
-        keys = torch.cat([k[:, :, self.context], k[:, :, self.seen :]], 2).float()
-        s = q.float().reshape(B, H, -1, T, q.shape[3]) @ keys[:, :, None].transpose(3, 4) * scale
-        slots = torch.arange(n + T, device=q.device)
-        later = slots > slots[n:, None]
-        p = s.masked_fill(later, -torch.inf).softmax(-1)
-        mine = p[..., n - (self.end - self.begin) : n].amax((2, 3))
-        self.scores[layer][:, :, self.begin : self.end] = mine
-
-
-_current: _Repeat | None = None
-
-
-def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-    layer, scale = module.layer_idx, options.get("scaling") or query.shape[3] ** -0.5
-    if _current is not None and layer in _current.scores:
-        _current.attended(layer, query, key, scale)
-    return AttentionInterface()["sdpa"](module, query, key, value, mask, **options)
-
-
-AttentionInterface.register(_NAME, _attention)
-AttentionMaskInterface.register(_NAME, AttentionMaskInterface()["sdpa"])
+def _received(q: Tensor, k: Tensor, scale: float, begin: int, end: int, sinks: int) -> Tensor:
+    """q [B, Hq, T, D] of the repetition of tokens begin .. end - 1, k [B, H, seen + T, D]: softmax over sinks, chunk
+    and repetition, then for each token of the chunk the maximum over the queries of its group, [B, H, end - begin]."""
+    B, H, T = q.shape[0], k.shape[1], q.shape[2]
+    keys = torch.cat([k[:, :, : min(sinks, begin)], k[:, :, begin:end], k[:, :, k.shape[2] - T :]], 2).float()
+    n = keys.shape[2] - T
+    s = q.float().reshape(B, H, -1, T, q.shape[3]) @ keys[:, :, None].transpose(3, 4) * scale
+    slots = torch.arange(n + T, device=q.device)
+    later = slots > slots[n:, None]
+    p = s.masked_fill(later, -torch.inf).softmax(-1)
+    return p[..., n - (end - begin) : n].amax((2, 3))
 
 
 class KVzip:
@@ -79,7 +54,6 @@ class KVzip:
     def scores(self, model: PreTrainedModel, cache: KVCache, ids: Tensor) -> dict[int, Tensor]:
         """Scores of the tokens of the prefix ids [B, seen] by layer: float32 [B, H, seen]. Raises ValueError for
         sliding-window layers, padding, or a cache that does not hold exactly the tokens of ids."""
-        global _current
         layers: dict[int, Any] = {i: x for i, x in enumerate(cache.layers) if isinstance(x, PagedLayer)}
         seen = cache.get_seq_length()
         whole = all(
@@ -102,18 +76,19 @@ class KVzip:
         }
         sinks = max(x.store.sinks for x in layers.values())
         prompt = torch.tensor(self.prompt, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
-        with attending(model, _NAME), evaluating(model):
+        begin = end = 0
+
+        def observe(module: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+            if module.layer_idx in found:
+                scale = options.get("scaling") or q.shape[3] ** -0.5
+                found[module.layer_idx][:, :, begin:end] = _received(q, k, scale, begin, end, sinks)
+
+        with observing(model, observe):
             for begin in range(0, seen, self.chunk):
                 end = min(begin + self.chunk, seen)
                 before = ids[:, max(0, begin - _OVERLAP) : begin]
                 dense = cache.to_dynamic_cache()
-                _current = _Repeat(found, seen, begin, end, sinks)
-                try:
-                    model(
-                        torch.cat([prompt, before, ids[:, begin:end]], 1), **{CACHE_ARGUMENT: dense}, logits_to_keep=1
-                    )
-                finally:
-                    _current = None
+                model(torch.cat([prompt, before, ids[:, begin:end]], 1), **{CACHE_ARGUMENT: dense}, logits_to_keep=1)
         return found
 
     def compress(self, model: PreTrainedModel, cache: KVCache, ids: Tensor) -> KVCache:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from .. import _C, checks, formats
 from ..hf.cache import KVCache
 from ..hf.layer import PagedLayer
+from ..hf.save_load import model_hash
 from ..layer import PagedKV
 from ..offload.tiers import Tiers
 from ..quantization.mixed_precision import Spans
@@ -24,6 +25,7 @@ from ..store.device_memory import memory_of
 from .prefix_offload import Spill, pinned
 
 _VERSION = "kvcompress prefix 1"
+_NAMES = ("_name_or_path", "_commit_hash", "dtype")  # of a config: not in `model_hash`
 
 
 class _Shape(NamedTuple):
@@ -105,8 +107,8 @@ class PrefixCache(
         self._asked = self._asked_tokens = 0
         self._lock = threading.RLock()  # between finding a prefix and taking references to its pages
         self._empty = self._made({})  # raises for invalid options now
-        self._who = [_VERSION, _model_id(config), model, salt]
-        self._digest = self._options_digest(self._empty)
+        self._who = [_VERSION, model_hash(config), *(str(getattr(config, x, "")) for x in _NAMES), model, salt]
+        self._root(self._empty, ())  # raises for an invalid salt now
 
     def new(self, **options: Any) -> KVCache:
         """An empty KVCache in the pool of this PrefixCache, for `commit`."""
@@ -137,16 +139,14 @@ class PrefixCache(
                     )
         return cache
 
-    def _options_digest(self, cache: KVCache) -> Any:
+    def _root(self, cache: KVCache, extra: Any) -> bytes:
+        """SHA-256 of everything that pages of `cache` depend on except tokens."""
         options = {name: x for name, x in cache.to_dict().items() if name not in ("max_bytes", "max_length", "strict")}
         if cache.forward_pass.calibration:  # its contents, not its path
             options["calibration"] = cache.forward_pass.calibration.digest()
-        return _hashed(hashlib.sha256(), [*self._who, _text(options)])
-
-    def _root(self, cache: KVCache | None, extra: Any) -> bytes:
-        """SHA-256 of everything that pages depend on except tokens. cache: take its options instead of the default."""
-        digest = self._digest.copy() if cache is None else self._options_digest(cache)
-        return _hashed(digest, extra if isinstance(extra, (list, tuple)) else [extra]).digest()
+        text = json.dumps(options, sort_keys=True, default=lambda o: o.to_dict() if hasattr(o, "to_dict") else repr(o))
+        more = extra if isinstance(extra, (list, tuple)) else [extra]
+        return _hashed([*self._who, text, *more])
 
     # ------------------------------------------------------------------ reading
 
@@ -165,7 +165,7 @@ class PrefixCache(
         cache = self.new(**options)
         self._asked += 1
         self._asked_tokens += rows.size
-        root = self._root(cache if options else None, extra)
+        root = self._root(cache, extra)
         shape = self._shapes.get(root)
         if shape is None or rows.shape[1] < 2:
             return cache
@@ -308,7 +308,7 @@ class PrefixCache(
 
     def unpin(self, input_ids: Any, *, extra: Any = (), **options: Any) -> None:
         """Reverts `commit(..., pin=True)` of the same tokens; arguments as of `open`."""
-        root = self._root(self.new(**options) if options else None, extra)
+        root = self._root(self.new(**options), extra)
         shape = self._shapes.get(root)
         with self._lock:  # `pinned` runs under it, too
             for row in _tokens(input_ids) if shape else ():
@@ -345,15 +345,6 @@ class PrefixCache(
         return f"PrefixCache({s['entries']} pages of tokens, {s['bytes']:,} bytes, hit rate {s['hit_rate']:.2f})"
 
 
-def _text(x: Any) -> str:
-    return json.dumps(x, sort_keys=True, default=lambda o: o.to_dict() if hasattr(o, "to_dict") else repr(o))
-
-
-def _model_id(config: Any) -> str:
-    known = {name: x for name, x in config.to_dict().items() if name not in ("transformers_version", "use_cache")}
-    return _text([known, getattr(config, "_name_or_path", ""), getattr(config, "_commit_hash", None)])
-
-
 def _flat(x: Any) -> Iterable[Any]:
     return (one for part in x for one in (_flat(part) if isinstance(part, (list, tuple)) else (part,)))
 
@@ -377,8 +368,9 @@ def _offsets(entries: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(formats.offset_of(entries))
 
 
-def _hashed(digest: Any, fields: Iterable[Any]) -> Any:
-    """Updates `digest` with each field, preceded by its type and length; tensors and arrays with all elements."""
+def _hashed(fields: Iterable[Any]) -> bytes:
+    """SHA-256 of all fields, each preceded by its type and length; of tensors and arrays with all elements."""
+    digest = hashlib.sha256()
     for field in fields:
         name = type(field).__name__
         if isinstance(field, torch.Tensor):
@@ -387,7 +379,7 @@ def _hashed(digest: Any, fields: Iterable[Any]) -> Any:
         elif isinstance(field, np.ndarray) and not field.dtype.hasobject:
             name, data = f"{name} {field.dtype.str} {list(field.shape)}", field.tobytes()
         elif isinstance(field, (list, tuple)):
-            data = _hashed(hashlib.sha256(), field).digest()
+            data = _hashed(field)
         elif isinstance(field, (str, bytes, int, float, np.number)) or field is None:
             data = field if isinstance(field, bytes) else str(field).encode()
         else:
@@ -395,7 +387,7 @@ def _hashed(digest: Any, fields: Iterable[Any]) -> Any:
                 f"PrefixCache: salt or extra: expected str, bytes, numbers, arrays, tensors, or lists, got {name}"
             )
         digest.update(name.encode() + len(data).to_bytes(8, "little") + data)
-    return digest
+    return digest.digest()
 
 
 def _stores(cache: KVCache) -> list[PagedKV]:

@@ -125,22 +125,19 @@ class Spill:
 
     def _send(self, root: bytes, links: list[_Link]) -> None:
         memories = self.memories(root)
-        group, whole = _Group(links, len(memories)), False
+        group = _Group(links, len(memories))
         try:
             for memory in {id(m): m for m in memories}.values():
                 own = np.flatnonzero([memories[i] is memory for i in group.layer])
                 group.parts.append((memory, own, self._put(memory, group.pieces(own, group.offsets), group)))
-            whole = True
-        except LOST:
-            pass
-        finally:
-            if not whole:
-                self._let_go(group)
-        if whole:
-            self.waiting.update(dict.fromkeys(group.links, group))
-        elif len(links) > 1:
-            for one in links:
+        except BaseException as error:
+            self._let_go(group)
+            if not isinstance(error, LOST):
+                raise
+            for one in links if len(links) > 1 else ():
                 self._send(root, [one])
+        else:
+            self.waiting.update(dict.fromkeys(group.links, group))
 
     def _put(self, memory: Any, pieces: NDArray[np.int64], group: _Group) -> Extent:
         """Stores the pieces in an extent; evicts links older than `group` for room. Raises one of LOST."""

@@ -122,7 +122,7 @@ def test_patch_for_a_block(llama):
     check_same([got], reference("llama"))
     assert llama.config._attn_implementation == "eager" and "generate" not in llama.__dict__
     assert isinstance(plain(llama).past_key_values, hf.DynamicCache)
-    patch.undo()
+    patch.remove()
 
 
 def test_a_patch_asks_the_configs_that_generate_asks(llama, monkeypatch):
