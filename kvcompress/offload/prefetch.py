@@ -314,7 +314,7 @@ class Prefetcher:
             self._start(other, later)
 
     def _next(self, offload: LayerOffload) -> LayerOffload | None:
-        layers = list(self.layers)
+        layers = [x for ref in self.layers.keyrefs() if (x := ref()) is not None]
         at = layers.index(offload)
         return next((x for x in layers[at + 1 :] + layers[:at] if x.runs), None)
 
