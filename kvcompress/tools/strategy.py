@@ -96,19 +96,15 @@ def expand(text: str) -> list[str]:
     return ["".join(choice) for choice in product(*parts)]
 
 
-def _integer(head: str, name: str, value: Any, optional: bool) -> int | None:
-    if value is None and optional:
-        return None
+def _integer(head: str, name: str, value: Any) -> int:
     if not isinstance(value, int) or value < (-1 if name in _AXES else 0):
         raise ValueError(f"strategy {head!r}: {name}: expected an integer of at least 0, got {value!r}")
     return int(value)
 
 
-def _text(name: str, value: Any) -> str | None:
+def _text(name: str, value: Any) -> str:
     """The canonical text of a _TEXTS option."""
     read, write = _TEXTS[name]
-    if value is None:
-        return None
     plain = read(value) if isinstance(value, str) else value
     text = write(plain)
     read(text)
@@ -159,12 +155,14 @@ class Strategy:
                 )
             if name not in usual:
                 raise ValueError(f"strategy {head!r}: expected options out of {sorted(usual)}, got {name!r}")
-            if name in (*POLICIES, *AROUND) and kind == "kvcompress":
-                given[name] = None if value is None else check(name, value)
+            if value is None and usual[name] is None:
+                continue
+            if name in (*POLICIES, *AROUND):
+                given[name] = check(name, value)
             elif name == "calibration":
-                given[name] = None if value is None else str(value)
+                given[name] = str(value)
             else:
-                given[name] = _text(name, value) if name in _TEXTS else _integer(head, name, value, usual[name] is None)
+                given[name] = _text(name, value) if name in _TEXTS else _integer(head, name, value)
         options = {**usual, **given}
         if len([name for name in POLICIES if options.get(name)]) > 1:
             raise ValueError(f"strategy {head!r}: expected at most one policy, got more; combine them with chain:")

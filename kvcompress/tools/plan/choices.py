@@ -197,7 +197,7 @@ def recommend(
     if 0 <= at < len(rungs) - 1:
         picks.append(("smaller", rungs[at + 1]))
     for role, one in picks:
-        kept = options.get("policy", {}).get("args", (0, 0))[1] if options else 0
+        kept = options.get("policy", {}).get("args", (0, 0))[1]
         recipe = recipe_of(one, budget=kept + 4 if kept else 0)
         bytes_ = held(model, recipe, tokens)
         key, _, value = one.partition("/")

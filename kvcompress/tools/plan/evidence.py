@@ -127,7 +127,7 @@ def decode(tokens: int, isa: str) -> dict[str, Any]:
     return min(cells, key=lambda c: abs(c["S"].bit_length() - tokens.bit_length()) * 2**40 + abs(c["S"] - tokens))
 
 
-def budget(policy: str, share: int, model: str = "books-tiny") -> dict[str, Any] | None:
-    """A row of the budget curve, or None if not measured."""
-    rows = measured()["budgets"]
-    return next((r for r in rows if (r["policy"], r["share"], r["model"]) == (policy, share, model)), None)
+def budget(policy: str, share: int) -> dict[str, Any] | None:
+    """A row of the budget curve of books-tiny, or None if not measured."""
+    key = policy, share, "books-tiny"
+    return next((r for r in measured()["budgets"] if (r["policy"], r["share"], r["model"]) == key), None)

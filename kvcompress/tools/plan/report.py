@@ -160,11 +160,6 @@ def _notes(
     if memory:
         notes.append(f"GB is 10^9 bytes, GiB 2^30; {gpu} is read as {memory:,} bytes; {reserve:.0%} are left to "
                      "activations, workspace and fragments (--reserve)")  # fmt: skip
-        from ... import formats
-
-        devices = sorted({device for row in formats.matrix() for device in row["devices"]})
-        if "cuda" not in devices:
-            notes.append(f"this version runs on: {', '.join(devices)}; the bytes are the same on every device")
     if any(layer.kind == "linear_attention" for layer in model.layers):
         notes.append("states of linear-attention layers are not counted (they do not grow with the context)")
     if bandwidth:
