@@ -322,14 +322,13 @@ class PageStore:
         n, first = (int(x) for x in table.rows[b, 0])
         return (first, n) if first + n == self.seen else None
 
-    def sealed_columns(self, b: int, start: int = 1) -> int:
-        """Number of leading columns of row b that are sealed in their final formats; columns before `start` are assumed
-        to be."""
-        n, entries = int(self.table.rows[b, 0, 0]), self.table.entries[b, 0]
-        for column in range(start, 1 + max(0, n - self.sinks) // self.page_size):
+    def sealed_columns(self, b: int) -> int:
+        """Number of leading columns of row b that are sealed in their final formats."""
+        full, entries = max(0, int(self.table.rows[b, 0, 0]) - self.sinks) // self.page_size, self.table.entries[b, 0]
+        for column in range(1, 1 + full):
             if formats.pair_of(int(entries[column])) != self.sealed_format(column):
                 return column - 1
-        return max(0, n - self.sinks) // self.page_size
+        return full
 
     def sealed_format(self, column: int) -> int:
         """Formats of a sealed page at `column`: K format << 8 | V format."""
