@@ -12,15 +12,14 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#define BLOCK_ROWS 64           /* approximate number of query rows (tokens x G) per item */
-#define WIDE_ROWS 256           /* the same for wide kernels, if there are enough items */
-#define RUNS 64                 /* sequences are split into runs until there are about this many items */
-#define RUN_COLUMNS 8           /* minimum number of columns per run */
-#define JOIN_ROWS 16            /* rows per work unit when runs are merged in a separate parallel pass */
-#define JOIN_FLOATS 262144      /* minimum number of partial floats for which that pass is used */
-#define TOGETHER_BYTES 8192     /* minimum page size in bytes for interleaving heads */
-#define TOGETHER_ROW_BYTES 4096 /* additional minimum per query row of an item */
-#define WORTH_THREADS 65536     /* bytes that one core reads in the time it takes to wake another thread */
+#define BLOCK_ROWS 64          /* approximate number of query rows (tokens x G) per item */
+#define WIDE_ROWS 256          /* the same for wide kernels, if there are enough items */
+#define RUNS 64                /* sequences are split into runs until there are about this many items */
+#define RUN_COLUMNS 8          /* minimum number of columns per run */
+#define JOIN_ROWS 16           /* rows per work unit when runs are merged in a separate parallel pass */
+#define JOIN_FLOATS 262144     /* minimum number of partial floats for which that pass is used */
+#define TOGETHER_ROW_BYTES 512 /* minimum page size in bytes per query row of an item for interleaving heads */
+#define WORTH_THREADS 65536    /* bytes that one core reads in the time it takes to wake another thread */
 
 typedef struct driver {
     kvc_job job;
@@ -221,7 +220,7 @@ static int64_t heads_together(const kvc_job *job)
     /* With accumulated attention, weights are buffered per head; fp32 weights need too much memory for interleaving to
      * pay off. */
     if (job->call->a->accumulated && (job->runs == 1 || kvc_format_is_raw(v.key))) return 1;
-    if (v.layout.bytes < kvc_max(TOGETHER_BYTES, TOGETHER_ROW_BYTES * rows)) return 1;
+    if (v.layout.bytes < TOGETHER_ROW_BYTES * rows) return 1;
     while (s->heads % n) n--;
     return n;
 }

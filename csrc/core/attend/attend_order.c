@@ -80,14 +80,15 @@ const kvc_view *kvc_ahead_next(kvc_ahead *x, ptrdiff_t *distance)
 {
     const kvc_view *v = &x->pages[x->page++ % KVC_AHEAD_PAGES];
     kvc_view *last = &x->pages[(x->page + KVC_AHEAD - 1) % KVC_AHEAD_PAGES];
+    const kvc_view *next = &x->pages[x->page % KVC_AHEAD_PAGES];
     *distance = 0;
     if (v->item < 0) return NULL;
     next_page(x, last);
     bool same = v->n > 0 && last->key == v->key && last->value == v->value && last->page_size == v->page_size;
-    if (last->n > 0 && same) {
+    if (last->n > 0 && same)
         *distance = last->data - v->data;
-        prefetch(last, last->layout.k_meta, last->layout.bytes);
-    } else if (last->n > 0)
-        prefetch(last, 0, last->layout.bytes);
+    else if (last->n > 0)
+        prefetch(last, 0, last->layout.k_meta);
+    if (next->n > 0) prefetch(next, next->layout.k_meta, next->layout.bytes); /* after its codes: in ascending order */
     return v;
 }

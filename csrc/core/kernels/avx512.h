@@ -6,6 +6,21 @@
 
 #include <immintrin.h>
 
+/* Prefetches line `to` to L2 after a product has been added to `sum`. */
+#define KVC_PREFETCH_AFTER(sum, to) __asm__ volatile("prefetcht1 (%1)" : "+v"(sum) : "r"(to))
+
+/* Product i of `of` products that use n <= 4 lines requests its share of the lines [first, first + n) from `from` (of the
+ * next page, or of the same one, which does no harm). Lines are requested one at a time, between products: behind several
+ * requests, loads of the current page from L2 wait until memory has answered. KIND: see kvc_prefetch_planes. */
+#define KVC_PREFETCH_SHARE(KIND, from, first, n, i, of, sum)                                                           \
+    EACH (line_, n) {                                                                                                  \
+        const int64_t at_ = (first) + line_;                                                                           \
+        const uint8_t *to_ = (from) + 64 * ((KIND) == 3 ? at_ * 3 / 2 : at_);                                          \
+        if (line_ * (of) / (n) != (i)) continue;                                                                       \
+        KVC_PREFETCH_AFTER(sum, to_);                                                                                  \
+        if ((KIND) == 3 && at_ % 2) KVC_PREFETCH_AFTER(sum, to_ + 64);                                                 \
+    }
+
 /* Broadcasts four bytes (limbs of four dims or tokens) to every lane. */
 INLINE __m512i kvc_word(const void *p) { return _mm512_set1_epi32(*(const int32_t *)p); }
 

@@ -58,32 +58,30 @@ INLINE void kvc_key_dots(int KIND, int LIMBS, int NR, int NT, const uint8_t *til
 {
     const int planes = 8 / kvc_plane_bits(KIND);
     int64_t period = dim / planes, bytes = kvc_kind_bytes(KIND, dim);
-    __m512i low[4][4];
+    __m512i high[4][4], low[4][4];
     EACH (r, NR)
         EACH (t, NT) {
-            dot[r][t] = low[r][t] = _mm512_setzero_si512();
-            if (offset) *(LIMBS == 2 ? &low[r][t] : &dot[r][t]) = _mm512_set1_epi32(-offset[r]);
+            high[r][t] = low[r][t] = _mm512_setzero_si512();
+            if (offset) *(LIMBS == 2 ? &low[r][t] : &high[r][t]) = _mm512_set1_epi32(-offset[r]);
         }
     for (int64_t j = j0; j < j1; j += 4) {
         kvc_words w[4];
-        EACH (t, NT) {
-            w[t] = kvc_load_words(KIND, tiles + t * bytes, dim, j * KVC_TILE);
-            kvc_prefetch_planes(KIND, tiles, j / 4 * NT + t, ahead);
-        }
+        EACH (t, NT) w[t] = kvc_load_words(KIND, tiles + t * bytes, dim, j * KVC_TILE);
         EACH (p, planes) {
             __m512i c[4];
             EACH (t, NT) c[t] = kvc_plane(KIND, p, w[t]);
             EACH (r, NR) {
                 int64_t at = r * dim + p * period + j;
-                EACH (t, NT) dot[r][t] = kvc_dp(dot[r][t], c[t], kvc_word(hi + at));
+                EACH (t, NT) high[r][t] = kvc_dp(high[r][t], c[t], kvc_word(hi + at));
                 if (LIMBS == 2)
                     EACH (t, NT) low[r][t] = kvc_dp(low[r][t], c[t], kvc_word(lo + at));
+                KVC_PREFETCH_SHARE(KIND, tiles + ahead, j / 4 * NT, NT, p * NR + r, planes * NR, high[r][0]);
             }
         }
     }
-    if (LIMBS == 2)
-        EACH (r, NR)
-            EACH (t, NT) dot[r][t] = _mm512_add_epi32(_mm512_slli_epi32(dot[r][t], 7), low[r][t]);
+    EACH (r, NR)
+        EACH (t, NT)
+            dot[r][t] = LIMBS == 2 ? _mm512_add_epi32(_mm512_slli_epi32(high[r][t], 7), low[r][t]) : high[r][t];
 }
 
 /* dot[r][c] = sum over n tokens of codes * weights for dims from d0 on. n is rounded up to a multiple of 16; the
@@ -96,17 +94,13 @@ INLINE void kvc_value_dots(int KIND, bool COARSE, int NR, int NC, const uint8_t 
     const bool levels = COARSE && KIND == KVC_LLOYD4;
     const uint8_t *from = tiles + (n + 15) / 16 * kvc_kind_bytes(KIND, d0); /* to prefetch */
     int64_t line = 0, bytes = kvc_kind_bytes(KIND, dim);
-    __m512i low[4][4];
+    __m512i high[4][4], low[4][4];
     EACH (r, NR)
-        EACH (c, NC) dot[r][c] = low[r][c] = _mm512_setzero_si512();
+        EACH (c, NC) high[r][c] = low[r][c] = _mm512_setzero_si512();
     for (int64_t t = 0; t < n; t += KVC_TILE, tiles += bytes)
         for (int64_t s = 0; s < BITS / 2; s++) {
             kvc_words v[4];
-            EACH (c, NC) {
-                v[c] = kvc_load_words(KIND, tiles, dim, (s * dim + d0 + 16 * c) * 4);
-                kvc_prefetch_planes(KIND, from, line + c, ahead);
-            }
-            line += NC;
+            EACH (c, NC) v[c] = kvc_load_words(KIND, tiles, dim, (s * dim + d0 + 16 * c) * 4);
             EACH (p, planes) {
                 int64_t token = t + 4 * s + 2 * BITS * p;
                 __m512i x[4];
@@ -117,18 +111,19 @@ INLINE void kvc_value_dots(int KIND, bool COARSE, int NR, int NC, const uint8_t 
                     __m512i hi = kvc_word(w->hi[r] + token);
                     EACH (c, NC) {
                         if (COARSE) {
-                            dot[r][c] = kvc_dp(dot[r][c], hi, x[c]);
+                            high[r][c] = kvc_dp(high[r][c], hi, x[c]);
                             continue;
                         }
-                        dot[r][c] = kvc_dp(dot[r][c], x[c], hi);
+                        high[r][c] = kvc_dp(high[r][c], x[c], hi);
                         low[r][c] = kvc_dp(low[r][c], x[c], kvc_word(w->lo[r] + token));
                     }
+                    KVC_PREFETCH_SHARE(KIND, from + ahead, line, NC, p * NR + r, planes * NR, high[r][0]);
                 }
             }
+            line += NC;
         }
-    if (!COARSE)
-        EACH (r, NR)
-            EACH (c, NC) dot[r][c] = _mm512_add_epi32(_mm512_slli_epi32(dot[r][c], 7), low[r][c]);
+    EACH (r, NR)
+        EACH (c, NC) dot[r][c] = COARSE ? high[r][c] : _mm512_add_epi32(_mm512_slli_epi32(high[r][c], 7), low[r][c]);
 }
 
 /* Scores of int8: codes minus 128, times the token's scale. */
