@@ -236,13 +236,10 @@ class PagedKV(LayerStore, DisplayMixin):
             pads = ~mask[:, None, :, None].to(self.device)
             k, v = k.masked_fill(pads, 0), v.masked_fill(pads, 0)
         base = self.seen
-        if base == 0:
+        if base == 0 or self.eviction:
+            stored = self.dense() if base else None
             self.append(k, v, mask)
-            return k, v
-        if self.eviction:
-            keys, values = self.dense()
-            self.append(k, v, mask)
-            return torch.cat([keys, k], 2), torch.cat([values, v], 2)
+            return (torch.cat([stored[0], k], 2), torch.cat([stored[1], v], 2)) if stored else (k, v)
         # A shorter call cannot both fill a page and push it out of the newest page_size tokens.
         starts = self.page_store.page_starts() if k.shape[2] > self.page_size else []
         before = self.dense(start) if starts else ()

@@ -164,17 +164,13 @@ _quantize = _wrap(_ops.quantize.default)
 _dequantize = _wrap(_ops.dequantize.default)
 
 
-def _none(like: Tensor) -> Tensor:
-    return like.new_empty(0, dtype=torch.bool)
-
-
 def select(scores: Tensor, slots: Tensor, protect: Tensor | None, budget: Tensor) -> Tensor:
     """Selects the `budget` tokens with the highest scores of each row and head; of equal scores the newer token.
 
     scores: float32 [B, H, N]; slots: int32 [B, H, N], -1: no token; protect: bool [B, H, N], always selected, or None;
     budget: int64 [B, H]. Returns bool [B, H, N]. Raises ValueError for NaN in scores.
     """
-    return _select(scores, slots, _none(scores) if protect is None else protect, budget)
+    return _select(scores, slots, scores.new_empty(0, dtype=torch.bool) if protect is None else protect, budget)
 
 
 def share(scores: Tensor, slots: Tensor, protect: Tensor | None, total: Tensor, floor: Tensor) -> Tensor:
@@ -185,7 +181,7 @@ def share(scores: Tensor, slots: Tensor, protect: Tensor | None, total: Tensor, 
     """
     if scores.is_cuda:
         return _share_by_selects(scores, slots, protect, total, floor)
-    return _share(scores, slots, _none(scores) if protect is None else protect, total, floor)
+    return _share(scores, slots, scores.new_empty(0, dtype=torch.bool) if protect is None else protect, total, floor)
 
 
 def _share_by_selects(scores: Tensor, slots: Tensor, protect: Tensor | None, total: Tensor, floor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..store.page_store import PageStore
 
-_KEY = "gone"  # in files
+_KEY = "evicted"  # in files
 
 
 class Summary(NamedTuple):

@@ -343,24 +343,21 @@ class KVCache(MovableCache, DisplayMixin):
         parts: bytes of sealed, open and sink pages, of tables, of allocator slack, and of the other layers
         (transformers' own). A deep copy shares the pool: shared pages and slack are counted in both copies.
         """
-        parts = dict.fromkeys(("sealed", "open", "sinks", "tables", "slack", "other"), 0)
-        dense, dropped, kept, paged = 0, 0, 0, committed_layers(self)
+        paged = committed_layers(self)
+        each = [layer.store.page_store.parts() for layer in paged]
+        others = [native_layers.held(layer) for layer in self.layers if not isinstance(layer, PagedLayer)]
+        memory = [pool.stats() for pool in {self.pool, *(layer.store.page_store.pool for layer in paged)}]
+        parts = {name: sum(x[name] for x in each) for name in ("sealed", "open", "sinks", "tables")}
+        parts["slack"] = sum(x["resident"] - x["used"] for x in memory)
+        parts["other"] = sum(size for size, _ in others)
+        dense = sum(elements for _, elements in others)
+        dropped = kept = 0
         for layer in paged:
-            for name, n in layer.store.page_store.parts().items():
-                parts[name] += n
             rows = layer.store.page_store.kept_tokens
             most = layer.store.batch * (layer.window - 1) if layer.window else rows  # as transformers' own would hold
             dense += min(rows, most) * layer.store.page_store.token_bytes()
             dropped += (layer.store.real_tokens() - rows) * layer.store.page_store.token_bytes()
             kept = max(kept, rows)
-        for pool in {self.pool, *(layer.store.page_store.pool for layer in paged)}:
-            memory = pool.stats()
-            parts["slack"] += memory["resident"] - memory["used"]
-        for other in self.layers:
-            if not isinstance(other, PagedLayer):
-                held, elements = native_layers.held(other)
-                parts["other"] += held
-                dense += elements
         seen = self.get_seq_length() if any(isinstance(x, CacheLayerMixin) for x in self.layers) else 0
         if not paged:
             keys = (getattr(layer, "keys", None) for layer in self.layers)

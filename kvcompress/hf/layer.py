@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ class Block:
             evict = self.layer.store.eviction
             self.not_evicted = evict.not_evicted() if evict else None
             if self.layer.staged is self:
-                self.pair = self.layer.commit(own, dense=True)
+                self.pair = self.layer.commit(own, partial(self.layer.store.append_dense, start=self.start))
                 return self.pair
             if self.stamp != self.layer.stamp:
                 raise RuntimeError(
@@ -139,20 +141,17 @@ class PagedLayer(checks.ProcessBound, CacheLayerMixin, instead="copy.deepcopy() 
             value_states = attention.suited(value_states, key_states)
             store.check_pair(key_states, value_states)
         base, T = store.page_store.table.seen, T or key_states.shape[2]
+        block = Block(self, key_states, value_states, base)
         if self.forward_pass.fused:
-            self.staged = Block(self, key_states, value_states, base)
-            return self._lazy_pair(self.staged, T)
+            self.staged = block
+            return self._lazy_pair(block, T)
         if base and T == 1:
             self.forward_pass.decoded()
         if not self.is_sliding:
             self.forward_pass.check_width(self.get_mask_sizes(T)[0], T, self.store.eviction is not None)
-        self.before_append(base, key_states)
-        if self.store.eviction:
-            pair = self._outside(key_states, value_states)
-        else:
-            pair = self.store.append_dense(key_states, value_states, start=self.start_of(base))
-        self.after_append(base)
-        return pair
+        self.staged = block
+        dense = partial(self.store.append_dense, start=block.start)
+        return self.commit(None, self._append_outside if self.store.eviction else dense)
 
     def _lazy_pair(self, block: Block, T: int) -> tuple[LazyKV, LazyKV]:
         """`lazy_pair` of a block of T tokens. Layers of a pass need equal shapes, so pairs for several layers are
@@ -167,7 +166,9 @@ class PagedLayer(checks.ProcessBound, CacheLayerMixin, instead="copy.deepcopy() 
         pair[0].block = pair[1].block = block
         return pair
 
-    def _outside(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _append_outside(
+        self, k: torch.Tensor, v: torch.Tensor, own: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends for another attention implementation. Returns dense K, V: kept tokens in order, then k and v."""
         evict: Any = self.store.eviction
         many = evict.policy.uneven and k.shape[1] > 1
@@ -178,7 +179,7 @@ class PagedLayer(checks.ProcessBound, CacheLayerMixin, instead="copy.deepcopy() 
                 f"KVCache: expected kvcompress attention for a policy {what}, got another; call enable(model)"
             )
         old = evict.in_order()
-        self.store.append(k, v)
+        self.store.append(k, v, own)
         return torch.cat([old[0], k], 2), torch.cat([old[1], v], 2)
 
     def after_append(self, base: int) -> None:
@@ -206,22 +207,20 @@ class PagedLayer(checks.ProcessBound, CacheLayerMixin, instead="copy.deepcopy() 
             assert self.store.offload is not None
             self.store.offload.offload_oldest()
 
-    def commit(self, own: torch.Tensor | None = None, dense: bool = False) -> Any:
-        """Stores the staged block, if any; returns K, V of all slots if `dense`. own: bool [B, T], False at padding;
-        None: no padding."""
+    def commit(self, own: torch.Tensor | None = None, append: Callable[..., Any] | None = None) -> Any:
+        """Stores the staged block, if any, by `append` (default: that of its store), whose result it returns. own: bool
+        [B, T], False at padding; None: no padding."""
         block, pair = self.staged, None
         if block is not None:
             self.staged = None
             try:
                 self.before_append(block.base, block.k, own)
-                if dense:
-                    pair = self.store.append_dense(block.k, block.v, own, block.start)
-                else:
-                    self.store.append(block.k, block.v, own)
+                pair = (append or self.store.append)(block.k, block.v, own)
             except BaseException:
                 self.forward_pass.rollback(block.base)
                 raise
-            self._committed(block)
+            self.after_append(block.base)
+            block.stamp = self.stamp
         return pair
 
     def start_of(self, seen: int) -> int:
@@ -234,10 +233,6 @@ class PagedLayer(checks.ProcessBound, CacheLayerMixin, instead="copy.deepcopy() 
 
     def moved(self) -> None:  # elsewhere
         self.changed()
-
-    def _committed(self, block: Block) -> None:
-        self.after_append(block.base)
-        block.stamp = self.stamp
 
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
         """The mask for attention of queries from slot `base` on, from a 4D mask."""
@@ -260,7 +255,8 @@ class PagedLayer(checks.ProcessBound, CacheLayerMixin, instead="copy.deepcopy() 
         if not self.format_checked:
             self.before_append(block.base, block.k, own)
         out, _ = self.store.attend_checked(query, block.k, block.v, own, **options)
-        self._committed(block)
+        self.after_append(block.base)
+        block.stamp = self.stamp
         return out
 
     def _attend_stored(
@@ -339,8 +335,7 @@ class PagedLayer(checks.ProcessBound, CacheLayerMixin, instead="copy.deepcopy() 
         tokens_to_remove = checks.cropped(tokens_to_remove)
         self.forward_pass.check_there()
         self.commit()
-        if tokens_to_remove < 0 and self.is_initialized:
-            self.forget(max(0, self.store.seen + tokens_to_remove))
+        self.forget(max(0, self.get_seq_length() + tokens_to_remove))
 
     def forget(self, seen: int) -> None:
         """Keeps the first `seen` slots."""

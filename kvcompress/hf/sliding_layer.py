@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ class SlidingPagedLayer(PagedLayer):
     transformers' own sliding-window layers, so that transformers' masks apply."""
 
     is_sliding = True
-    named = False  # whether the padding of the current call is known
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -55,22 +55,18 @@ class SlidingPagedLayer(PagedLayer):
     def attend(
         self, block: Block, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
     ) -> torch.Tensor | None:
-        self.named = True
-        try:
-            return super().attend(block, query, mask, **{**options, "window": 0})
-        finally:
-            self.named = False
+        return super().attend(block, query, mask, **{**options, "window": 0})
 
-    def before_append(self, base: int, k: torch.Tensor, own: torch.Tensor | None = None) -> None:
-        super().before_append(base, k, own)
-        if own is None and not self.named:
+    def commit(self, own: torch.Tensor | None = None, append: Callable[..., Any] | None = None) -> Any:
+        if self.staged is not None and own is None:  # the call may have had padding
             self.sliding.sure = False
+        return super().commit(own, append)
 
     # ------------------------------------------------------------------ what goes
 
     def evict(self) -> None:
-        if self.sliding:
-            self.sliding.end_call()
+        if sliding := self.sliding:
+            sliding.end_call()
 
     def activate_past_recording(self) -> None:
         """Frees nothing until the next `crop`."""

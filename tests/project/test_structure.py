@@ -31,7 +31,7 @@ CIRCLES = 0  # modules in import cycles, including imports for type checkers and
 FOR_TYPES = 0  # imports of higher rooms for type checkers alone
 LONG = 0  # functions of more than 60 lines
 WORDS: dict[str, int] = {
-    "away": 0, "beside": 0, "fade": 0, "following": 0, "foreign": 0, "gone": 1, "keeping": 0, "lane": 0,
+    "away": 0, "beside": 0, "fade": 0, "following": 0, "foreign": 0, "gone": 0, "keeping": 0, "lane": 0,
     "lanes": 0, "mass": 0, "mover": 0, "nbits": 1, "observed": 0, "paid": 0, "parcel": 0, "parked": 0,
     "pays": 0, "regret": 0, "ring": 1, "settle": 0, "undo": 0, "wanted": 0,
 }  # fmt: skip
@@ -71,8 +71,8 @@ C_WORDS = ("away", "fade", "mass", "mover", "nbits", "observed", "paid", "parcel
 # - errors that name paths, numbers of tokens and the class: files 23, hf 1 (quantization lost 2)
 EXTENDED = ("policies/", "tools/cli/commands.py", "ops.py")
 STATEMENTS = {
-    "": 1096, "vllm": 444, "quantization": 545, "store": 926, "eviction": 694, "offload": 466,
-    "parallel": 225, "hf": 2677, "serving": 634, "tools": 2801,
+    "": 1093, "vllm": 444, "quantization": 545, "store": 926, "eviction": 694, "offload": 466,
+    "parallel": 225, "hf": 2667, "serving": 634, "tools": 2801,
 }  # fmt: skip
 
 
