@@ -16,16 +16,14 @@ import numpy as np
 _RESAMPLES = 1000
 
 
-def bootstrap(
-    values: Sequence[Any], seed: int = 0, statistic: Callable[[np.ndarray], np.ndarray] = np.asarray
-) -> tuple[float, float]:
+def bootstrap(values: Sequence[Any], statistic: Callable[[np.ndarray], np.ndarray] = np.asarray) -> tuple[float, float]:
     """95% bootstrap interval of `statistic` of the mean of `values` (Efron 1979), numbers or several rows of numbers,
     resampled together. NaN for fewer than two values."""
     x = np.asarray(values, dtype=np.float64)
     n = x.shape[-1]
     if n < 2:
         return math.nan, math.nan
-    picks = np.random.default_rng(seed).integers(0, n, (_RESAMPLES, n))
+    picks = np.random.default_rng(0).integers(0, n, (_RESAMPLES, n))
     low, high = np.quantile(statistic(x[..., picks].mean(-1)), (0.025, 0.975))
     return float(low), float(high)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from .models import Model
 from .size import Recipe, exact, shared_prefix
+from .units import show_gb
 
 WEIGHT_BITS = (16, 8, 4)
 FORMATS = ("raw", "int8", "int8/int4", "int4", "int2")
@@ -31,17 +32,16 @@ def weights(model: Model, bits: float) -> int:
 def most_requests(model: Model, recipe: Recipe, tokens: int, room: int, prefix: int = 0) -> int:
     """Number of sequences of `tokens` tokens that fit in `room` bytes, with the first `prefix` tokens shared."""
 
-    def need(n: int) -> int:
-        if prefix:
-            return shared_prefix(model, recipe, tokens, prefix, n)[0]
-        return held(model, recipe, tokens, n)
+    def fits(n: int) -> bool:
+        need = shared_prefix(model, recipe, tokens, prefix, n)[0] if prefix else held(model, recipe, tokens, n)
+        return need <= room
 
-    return _largest(lambda n: need(n) <= room, 2**24)
+    return _largest(fits, 2**24)
 
 
-def most_tokens(model: Model, recipe: Recipe, room: int, batch: int = 1) -> int:
-    """Longest context in tokens of `batch` sequences that fits in `room` bytes."""
-    return _largest(lambda n: held(model, recipe, n, batch) <= room, _MOST)
+def most_tokens(model: Model, recipe: Recipe, room: int) -> int:
+    """Longest context in tokens of a sequence that fits in `room` bytes."""
+    return _largest(lambda n: held(model, recipe, n) <= room, _MOST)
 
 
 def _largest(fits: Any, most: int) -> int:
@@ -99,8 +99,6 @@ def cells(
 def remedies(model: Model, found: list[Cell], usable: int, memory: int, tokens: int, batch: int) -> list[str]:
     """Suggestions with numbers if nothing fits: smaller weights, fewer tokens, more devices (sizes in bytes)."""
     best = min(found, key=lambda c: c.weights + c.request * batch)
-    from .units import show_gb
-
     need = best.weights + held(model, best.format, tokens, batch)
     said = [
         f"{-(-need // usable)} such devices ({show_gb(need)} with {best.bits:g}-bit weights and {best.format}; "

@@ -152,11 +152,6 @@ def _layer(c: Mapping[str, Any], kind: str, query_heads: int) -> Layer:
     return Layer(kind, heads, dim, dim, int(c.get("sliding_window") or 0) if kind in _SLIDING else 0)
 
 
-def _element(c: Mapping[str, Any]) -> int:
-    """Bytes of an element in the config's dtype."""
-    return 4 if str(c.get("dtype") or c.get("torch_dtype")).removeprefix("torch.") == "float32" else 2
-
-
 def from_config(config: Mapping[str, Any], name: str = "", source: str = "") -> Model:
     """The Model for a config.json as a dict. Raises ValueError if it does not describe attention."""
     c = _text(config)
@@ -172,6 +167,7 @@ def from_config(config: Mapping[str, Any], name: str = "", source: str = "") -> 
     if c.get("kv_lora_rank"):
         dims = c.get("qk_nope_head_dim", 128) + c.get("qk_rope_head_dim", 64), c.get("v_head_dim", 128)
     family = str(c.get("model_type", ""))
+    dtype = str(c.get("dtype") or c.get("torch_dtype")).removeprefix("torch.")
     return Model(
         name or str(config.get("_name_or_path") or family or "model"),
         tuple(_layer(c, kind, query_heads) for kind in kinds),
@@ -179,7 +175,7 @@ def from_config(config: Mapping[str, Any], name: str = "", source: str = "") -> 
         dims,
         c.get("max_position_embeddings") or c.get("n_positions"),
         parameters.count({**c, "tie_word_embeddings": config.get("tie_word_embeddings", c.get("tie_word_embeddings"))}),
-        _element(c),
+        4 if dtype == "float32" else 2,
         family.startswith("qwen2") or bool(c.get("attention_bias") or c.get("qkv_bias")),
         bool(c.get("kv_lora_rank")),
         source,
