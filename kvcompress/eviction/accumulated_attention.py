@@ -148,10 +148,6 @@ class AccumulatedAttention:
         """The last n queries, or fewer if there were fewer: [B, Hq, n, Dk], NaN at padding."""
         return torch.cat(self.queries, 2)[:, :, -n:]
 
-    def window_attention(self, n: int) -> Tensor | None:
-        """Attention from the last n queries, [B, H, N] by index, or None if it was not recorded."""
-        return self.window if self.window_start == self.store.seen - n else None
-
 
 def _wide(x: Tensor, like: Tensor) -> Tensor:
     """A copy of x [.., n], zero-padded to the last dim of `like`."""

@@ -232,9 +232,10 @@ class Eviction:
 
     def window_attention(self, queries: int) -> Tensor:
         """See `StoredTokens.window_attention`."""
-        received = self.accumulated.window_attention(queries)
-        if received is None:
-            received = self.attention_of(self.accumulated.last(queries), **self.accumulated.attention)
+        collected = self.accumulated
+        received = collected.window
+        if received is None or collected.window_start != self.store.seen - queries:
+            received = self.attention_of(collected.last(queries), **collected.attention)
         return received.cpu()
 
     # ------------------------------------------------------------------ files

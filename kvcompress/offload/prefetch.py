@@ -89,7 +89,9 @@ class LayerOffload:
                 memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes[there]], 1))
             )
         except (MemoryError, OSError) as error:
-            self.prefetcher.warn(error)
+            if not self.prefetcher.warned:
+                warnings.warn(f"KVCache: pages were not offloaded, as the tiers have no room: {error}", stacklevel=2)
+                self.prefetcher.warned = True
             return
         self.runs.append(_Run(start, stop, entries, sizes, extent, store.page_size))
         self.version = next(_VERSIONS)
@@ -261,11 +263,6 @@ class Prefetcher:
                 if stage.offset >= 0:
                     pool.unref(stage.offset)
         self.stages.clear()
-
-    def warn(self, error: Exception) -> None:
-        if not self.warned:
-            warnings.warn(f"KVCache: pages were not offloaded, as the tiers have no room: {error}", stacklevel=3)
-            self.warned = True
 
     def _start(self, stage: _Stage, offload: LayerOffload) -> None:
         """Starts to fetch the pages of `offload` to a buffer that is not in use."""

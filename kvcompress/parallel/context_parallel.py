@@ -46,7 +46,7 @@ class Ranks:
         self.agreed = False  # all ranks have reported success for the current call
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The attention op on this rank's pages, merged over the ranks."""
+        """The attention op on this rank's pages, merged over the ranks; equal on all of them."""
         *state, s_aux, seals, seen, page_size, sinks, window, scale, softcap, attention_width, used = rest
         if q.shape[2] == 0:
             result = ops.attend(q, k, v, *rest)
@@ -58,7 +58,11 @@ class Ranks:
         out, lse, attention = ops.attend(
             q.float(), k, v, *state, q.new_empty(0, dtype=torch.float32), seals, *how, 0, used
         )
-        out, lse = self._joined(out, lse, s_aux, q.dtype)
+        safe = safe_top(self.agree(lse)).transpose(1, 2)
+        both = weighted_part(out, lse.transpose(1, 2), safe)
+        dist.all_reduce(both, dist.ReduceOp.SUM, self.group)
+        out, lse = normalized(both, safe, q.dtype, s_aux)
+        lse = lse.transpose(1, 2).contiguous()
         if attention_width:
             asks = lse if self.own is None or not k.shape[2] else lse.masked_fill(~self.own[:, None], torch.inf)
             asked = q.float(), k, v, *state, asks.contiguous(), seals, *how, attention_width
@@ -95,14 +99,6 @@ class Ranks:
             raise _Agreed(str(error)) from error
         self.max_over_ranks(0)
         return result
-
-    def _joined(self, out: Tensor, lse: Tensor, s_aux: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """out [B, T, Hq, Dv] and lse [B, Hq, T] merged over ranks, equal on all of them."""
-        safe = safe_top(self.agree(lse)).transpose(1, 2)
-        both = weighted_part(out, lse.transpose(1, 2), safe)
-        dist.all_reduce(both, dist.ReduceOp.SUM, self.group)
-        out, lse = normalized(both, safe, dtype, s_aux)
-        return out, lse.transpose(1, 2).contiguous()
 
     def gathered(self, x: Tensor, fill: Any) -> tuple[Tensor, slice]:
         """x [B, H, N, ...] of all ranks, concatenated, and the slice of this rank. N may differ; `fill` is padding."""

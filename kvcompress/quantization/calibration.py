@@ -88,7 +88,6 @@ class Calibration:
     ) -> None:  # fmt: skip
         self.layers, self.model, self.weights = dict(layers), model, dict(weights)
         self.path, self.deviations = None if path is None else os.fspath(path), dict(deviations or {})
-        self._bases: dict[int, Basis] = {}
         if not layers:
             raise ValueError(
                 f"calibration: {self.path or 'layers'}: expected maps of at least one layer, got none; run "
@@ -99,8 +98,10 @@ class Calibration:
         for index in self.deviations.keys() & self.layers.keys():
             for side, x, by in zip(_SIDES, self.layers[index], self.deviations[index], strict=True):
                 _check_deviations(index, side, x, by)
-        for index, pair in self.layers.items():
-            self._bases[index] = Basis(*(x for side in zip(_SIDES, pair, strict=True) for x in _pair(index, *side)))
+        self._bases = {
+            index: Basis(*(x for side in zip(_SIDES, pair, strict=True) for x in _pair(index, *side)))
+            for index, pair in self.layers.items()
+        }
 
     @classmethod
     def of(cls, given: Any) -> Calibration:

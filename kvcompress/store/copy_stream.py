@@ -139,7 +139,3 @@ class CudaCopyStream(CopyStream):
                 f"kvcompress: expected {size} bytes of pinned host memory, got none: {error}; stop other processes "
                 "that pin memory, or offload less"
             ) from None
-
-
-def copy_stream_of(device: torch.device) -> CopyStream:
-    return CudaCopyStream(device) if device.type == "cuda" else CopyStream()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .. import _C, formats, ops
-from .copy_stream import copy_stream_of
+from .copy_stream import CopyStream, CudaCopyStream
 
 POISON = "KVCOMPRESS_POISON" in os.environ  # tests: new pages are filled with NaN, as in the pool
 
@@ -57,7 +57,7 @@ class Arena:
     def __init__(self, pool: Any, device: torch.device) -> None:
         self.pool, self.device, self.lock = pool, device, threading.RLock()
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self.copy_stream = copy_stream_of(device)
+        self.copy_stream = CudaCopyStream(device) if device.type == "cuda" else CopyStream()
         self.expected, self.stays = 0, False  # bytes that captured calls may need; whether the address is fixed
 
     def expect(self, more: int) -> None:
