@@ -12,6 +12,8 @@ from .. import formats
 COLOURS = {"raw": "#8a8f98", 32: "#8a8f98", 16: "#8a8f98", 8: "#2f7fc1", 4: "#2a9d8f", 2: "#e0902f"}
 """Colours of pages, by the bits of their codes."""
 SINK, OPEN = "#3b3f46", "#c9ccd1"
+# Of the parts of `stats()`:
+PARTS = {"sealed": "#2f7fc1", "open": OPEN, "sinks": SINK, "tables": "#e0902f", "slack": "#c0396b", "other": "#7b4fa3"}
 _LINES = 24  # rows of a map in HTML
 
 
@@ -77,14 +79,12 @@ def stats_html(stats: dict[str, Any]) -> str:
     """`stats()` (sizes in bytes) as HTML: a table and a bar chart of its parts."""
     parts = {name: n for name, n in stats["parts"].items() if n}
     total = sum(parts.values()) or 1
-    shades = dict(zip(("sealed", "open", "sinks", "tables", "slack", "other"),
-                      ("#2f7fc1", OPEN, SINK, "#e0902f", "#c0396b", "#7b4fa3"), strict=True))  # fmt: skip
     bar = "".join(
         f'<span title="{name}: {n:,} bytes" style="display:inline-block;height:14px;width:{100 * n / total:.2f}%;'
-        f'background:{shades[name]}"></span>' for name, n in parts.items()
+        f'background:{PARTS[name]}"></span>' for name, n in parts.items()
     )  # fmt: skip
     key = " ".join(
-        f'<span style="color:{shades[name]}">&#9632;</span>&nbsp;{name}&nbsp;{_bytes(n)}' for name, n in parts.items()
+        f'<span style="color:{PARTS[name]}">&#9632;</span>&nbsp;{name}&nbsp;{_bytes(n)}' for name, n in parts.items()
     )
     row = "".join(
         f"<td style='padding:2px 12px'><b>{escape(value)}</b><br><small>{name}</small></td>"

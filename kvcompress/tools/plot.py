@@ -15,7 +15,7 @@ except ImportError as error:  # the message says what to install
     raise ImportError("plot: expected matplotlib, which is not installed: pip install matplotlib") from error
 
 from .. import formats
-from ..store.display import COLOURS, OPEN, SINK, bits_of, colour_of, pages
+from ..store.display import COLOURS, PARTS, bits_of, colour_of, pages
 from .plan import evidence
 from .plan.models import read
 from .plan.size import exact, shared_prefix
@@ -198,21 +198,13 @@ def savings(config: Any = "llama-3-70b", path: str | Path | None = None, context
     model, tokens = (config.model, config.context) if hasattr(config, "cells") else (read(config), read_tokens(context))
     names = ("raw", "int8", "int8/int4", "int4", "int2")
     found = {name: exact(model, name, tokens, prompt=max(1, tokens - 1)).parts for name in names}
-    shares = {
-        "sealed": "#2f7fc1",
-        "open": OPEN,
-        "sinks": SINK,
-        "tables": "#e0902f",
-        "slack": "#c0396b",
-        "other": "#7b4fa3",
-    }
     figure, (left, right) = _figure(12.5, 4.4, 2)
     raw = sum(found["raw"].values())
     unit, word = (1e9, "GB") if raw >= 1e9 else (1e6, "MB")
 
     def stack(axis: Any, at: int, parts: dict[str, int], scale: float) -> float:
         bottom = 0.0
-        for part, colour in shares.items():
+        for part, colour in PARTS.items():
             axis.bar(at, parts[part] / scale, 0.64, bottom, color=colour)
             bottom += parts[part] / scale
         return bottom
@@ -238,8 +230,8 @@ def savings(config: Any = "llama-3-70b", path: str | Path | None = None, context
     for j, name in enumerate(("int8", "int4", "int2")):
         right.text(j * (len(lengths) + 1) + 1.5, 0.92, name, ha="center")
     right.set(ylim=(0, 1), ylabel="share of raw", xlabel="tokens", title="what short contexts pay: raw pages and sinks")
-    every = [part for part in shares if part != "other" or any(parts["other"] for parts in found.values())]
-    right.legend(handles=[Patch(color=shares[part], label=part) for part in every], fontsize=8, frameon=False,
+    every = [part for part in PARTS if part != "other" or any(parts["other"] for parts in found.values())]
+    right.legend(handles=[Patch(color=PARTS[part], label=part) for part in every], fontsize=8, frameon=False,
                  loc="center right")  # fmt: skip
     return _done(figure, path)
 
