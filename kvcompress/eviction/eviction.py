@@ -377,12 +377,9 @@ class Eviction:
                 "kvcompress: expected the same number of tokens in all rows and heads, for attention outside of the "
                 "cache, got different numbers; call kvcompress.enable(model)"
             )
-        place = slots.argsort(-1).argsort(-1) - (slots.shape[2] - count)  # those without a token come first
+        place = slots.argsort(-1).argsort(-1).int() - (slots.shape[2] - count)  # those without a token come first
         with self.present():
-            found = self.store.read(
-                sent(place.clamp(min=-1).int().contiguous(), self.store.device), count,
-                self.store.like.new_empty(0, dtype=torch.float32),
-            )  # fmt: skip
+            found = self.store.read(sent(place.clamp(min=-1), self.store.device), count, self.store.no_aux)
         return tuple(x.to(self.store.dtype) for x in found)
 
     def not_evicted(self) -> Tensor | None:

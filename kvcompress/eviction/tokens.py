@@ -24,7 +24,7 @@ def read(store: PageStore, count: int | None = None, start: int = 0) -> tuple[Te
     index = torch.arange(-start, slots.shape[2] - start, dtype=torch.int32, device="cpu")
     index = index.expand(slots.shape).contiguous()
     count = slots.shape[2] - start if count is None else count
-    k, v = store.read(sent(index, store.device), count, store.like.new_empty(0, dtype=torch.float32))
+    k, v = store.read(sent(index, store.device), count, store.no_aux)
     return (torch.cat([k, v], -1), k) if store.latent else (k, v)
 
 

@@ -6,8 +6,8 @@ import fcntl
 import hashlib
 import json
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 
@@ -16,7 +16,7 @@ def cell_id(what: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
 
 
-class Store:
+class Store(AbstractContextManager):
     """JSON Lines file with one object per finished cell, {"cell": what, "id": hash, "result": ...}, synced to disk.
 
     An incomplete last line (the process was killed) is removed when the file is opened. Cells are never computed or
@@ -79,8 +79,5 @@ class Store:
             self._file.close()
             self._file = None
 
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
