@@ -1,5 +1,6 @@
 """Builds an sdist and the wheel from it, and tries the wheel in a new environment without a compiler: `make wheel`.
 The environment has only NumPy at first: kvcompress._C works without torch. Then this environment's torch is added.
+Other Pythons from 3.10 on, in PATH or of pyenv, must load the wheel and give the same codes (stable ABI, abi3audit).
 
 `make wheel CUDA=all` (or 90) includes the CUDA library, which the trial loads without needing a GPU.
 
@@ -36,6 +37,16 @@ assert (codes == 255).all() and "site-packages" in _C.__file__
 assert _C.isa() == os.environ.get("EXPECTED", _C.isa()), _C.isa()
 print(kvcompress.__version__, _C.__version__, _C.isa())
 """
+SAME_CODES = """
+import hashlib, sys, numpy as np
+sys.modules["torch"] = None
+from kvcompress import _C, formats
+rows, found = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32), hashlib.sha256()
+for name in ("int8", "fp8_e4m3", "int4", "int3", "int2"):
+    for part in _C.quantize(rows, formats.CODES[name]):
+        found.update(np.asarray(part).tobytes())
+print(found.hexdigest())
+"""
 CUDA = """
 import ctypes, pathlib, kvcompress
 library = ctypes.CDLL(str(pathlib.Path(kvcompress.__file__).with_name("libkvcompress_cuda.so")))
@@ -60,10 +71,10 @@ def build(machine: str | None = None) -> Path:
     shutil.rmtree(OUT, ignore_errors=True)
     call(sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", OUT, cwd=ROOT)
     (sdist,) = OUT.glob("*.tar.gz")
-    env = dict(os.environ)
+    env = os.environ | {"LDFLAGS": "-s"}  # without symbols, which are most of its size
     if machine:
         cc = f"{sys.executable} -m ziglang cc -target {machine}-linux-gnu.{GLIBC}"
-        env |= {"CC": cc, "LDSHARED": f"{cc} -shared -s", "_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
+        env |= {"CC": cc, "LDSHARED": f"{cc} -shared", "_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
     call(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", OUT, sdist, cwd=OUT,
          env=env)  # fmt: skip
     (wheel,) = OUT.glob("*.whl")
@@ -109,6 +120,32 @@ def trial(wheel: Path) -> str:
     return said.strip() + "; " + call(venv / "bin/python", "-c", WITH_TORCH, env=env, cwd=OUT).strip()
 
 
+def pythons() -> dict[str, str]:
+    """Version and path of this Python and of each other minor version from 3.10 on."""
+    found = {platform.python_version(): sys.executable}
+    for minor in range(10, 20):
+        pyenv = sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3"))
+        for path in filter(None, (shutil.which(f"python3.{minor}"), *map(str, pyenv))):
+            said = subprocess.run([path, "-c", "import platform; print(platform.python_version())"],
+                                  capture_output=True, text=True, check=False)  # fmt: skip
+            if not said.returncode and said.stdout.split(".")[1] not in {x.split(".")[1] for x in found}:
+                found[said.stdout.strip()] = path
+    return found
+
+
+def trial_pythons(wheel: Path) -> str:
+    """The versions under which the wheel was tried; all give the same codes."""
+    codes = {}
+    for version, path in pythons().items():
+        venv = OUT / f"python{version}"
+        call(path, "-m", "venv", venv)
+        call(venv / "bin/pip", "install", "-q", "--disable-pip-version-check", "numpy")
+        call(venv / "bin/pip", "install", "-q", "--disable-pip-version-check", "--no-deps", wheel)
+        codes[version] = call(venv / "bin/python", "-c", SAME_CODES, cwd=OUT)
+    assert len(set(codes.values())) == 1, codes
+    return " ".join(codes)
+
+
 def trial_aarch64(wheel: Path) -> str:
     """The same with qemu-user, without an installer."""
     if not AARCH64.exists():
@@ -125,6 +162,7 @@ def checked(wheel: Path, cuda: str) -> dict[str, list[str]]:
     assert ("libkvcompress_cuda.so" in needs) == (cuda != "off"), needs
     assert not [x for some in needs.values() for x in some if "torch" in x or "c10" in x or "cudart" in x], needs
     assert not [x for x in needs["_C.abi3.so"] if "stdc++" in x], needs
+    call(sys.executable, "-m", "abi3audit", "--strict", wheel)
     return needs
 
 
@@ -144,7 +182,7 @@ def many() -> None:
 
 
 def main() -> None:
-    for module in ("build", "auditwheel"):
+    for module in ("build", "auditwheel", "abi3audit"):
         if subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, check=False).returncode:
             sys.exit(f"make wheel needs {module}: pip install -r requirements-tools.txt")
     if sys.argv[1:] == ["many"]:
@@ -154,7 +192,8 @@ def main() -> None:
     name = "wheel" if cuda == "off" else "wheel_cuda"
     record(name, f"make wheel{'' if cuda == 'off' else f' CUDA={cuda}'}", wheel=wheel.name,
            kilobytes=wheel.stat().st_size // 1024, auditwheel_tag=tag(wheel),
-           links="; ".join(f"{x}: {' '.join(y)}" for x, y in needs.items()), trial=trial(wheel))  # fmt: skip
+           links="; ".join(f"{x}: {' '.join(y)}" for x, y in needs.items()), trial=trial(wheel),
+           pythons=trial_pythons(wheel))  # fmt: skip
 
 
 if __name__ == "__main__":
