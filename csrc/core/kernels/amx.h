@@ -58,4 +58,20 @@ INLINE void kvc_amx_fetch(const uint8_t *at, int64_t first, int64_t n, ptrdiff_t
     for (int64_t i = first; i < first + n; i++) kvc_prefetch(at, i, ahead);
 }
 
+/* Codes are converted to `size` bytes each, a tile of K or 16 dims of V at a time, before the previous ones are
+ * multiplied: conversions, products and prefetches overlap, and tile registers do not wait for stores. They are kept in
+ * `wide` if more rows follow; otherwise two buffers take turns, which stay in L1. */
+INLINE bool kvc_amx_once(int64_t rows, bool ready) { return rows < KVC_WIDE && !ready; }
+/* K tile t. */
+INLINE uint8_t *kvc_amx_key_at(const kvc_qk_args *args, int64_t t, int64_t size)
+{
+    return args->wide + (kvc_amx_once(args->rows, args->ready) ? t % 2 : t) * KVC_TILE * args->query->dim * size;
+}
+/* V's 16 dims from d on, of KVC_WIDE_STEP tokens from t on. */
+INLINE uint8_t *kvc_amx_value_at(const kvc_pv_args *args, int64_t t, int64_t d, int64_t size)
+{
+    if (kvc_amx_once(args->rows, args->ready)) return args->wide + d / KVC_TILE % 2 * KVC_WIDE_STEP * KVC_TILE * size;
+    return args->wide + t * args->dim * size + d * 4;
+}
+
 #endif

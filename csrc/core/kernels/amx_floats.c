@@ -11,7 +11,7 @@
  *
  * A page of bf16 takes 32 products of 17 cycles. Codes are first converted to bf16 (exactly), fp8 in 1100 cycles per
  * side, once for all rows of a block. V's sums stay in tile registers for a page. Pages come from memory, which takes
- * longer than fewer than 5 rows (fp8: 4) do on either level; avx512bf16 then spreads its prefetches more evenly and is
+ * longer than fewer than 5 rows (fp8: 2) do on either level; avx512bf16 then spreads its prefetches more evenly and is
  * up to 15% faster, so that amx leaves these rows to it. */
 #include "levels.h"
 #ifdef KVC_HAS_AMX
@@ -35,25 +35,46 @@ INLINE void ints_to_bf16(float middle, __m512i w, __m512i *first, __m512i *secon
     *second = _mm512_ternarylogic_epi32(_mm512_srli_epi32(x[2], 16), x[3], upper, 0xf8);
 }
 
-/* Converts rows of `stride` words of 4 codes to pairs of rows of words of 2 bf16: the first two codes, the last two. */
-INLINE void widen(int KIND, const uint8_t *from, int64_t rows, int64_t stride, ptrdiff_t ahead, uint8_t *to)
+/* Converts 16 words of 4 codes in each of `rows` rows, `stride` words apart, to pairs of rows of words of 2 bf16,
+ * `to_stride` words apart: the first two codes, the last two. Prefetches lines of the next page from `next` on. */
+INLINE void widen(int KIND, const uint8_t *from, int64_t rows, int64_t stride, const uint8_t *next, ptrdiff_t ahead,
+                  uint8_t *to, int64_t to_stride)
 {
     fp8_table table = fp8_load_table(KIND == E5M2);
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t i = 0; i < stride; i += KVC_TILE) {
-            const uint8_t *at = from + (row * stride + i) * 4;
-            uint8_t *out = to + (2 * row * stride + i) * 4;
-            __m512i w = _mm512_loadu_si512(at), first, second, a, b;
-            kvc_prefetch(at, 0, ahead);
-            if (KIND <= INT2) {
-                ints_to_bf16(KIND == INT8 ? 128 : KIND == INT4 ? 7.5f : 1.5f, w, &first, &second);
-            } else {
-                fp8_to_bf16(&table, w, &a, &b);
-                first = fp8_half(0, a, b), second = fp8_half(1, a, b);
-            }
-            _mm512_store_si512(out, first);
-            _mm512_store_si512(out + 4 * stride, second);
+    for (int64_t row = 0; row < rows; row++) {
+        uint8_t *out = to + 8 * row * to_stride;
+        __m512i w = _mm512_loadu_si512(from + 4 * row * stride), first, second, a, b;
+        kvc_prefetch(next, row, ahead);
+        if (KIND <= INT2) {
+            ints_to_bf16(KIND == INT8 ? 128 : KIND == INT4 ? 7.5f : 1.5f, w, &first, &second);
+        } else {
+            fp8_to_bf16(&table, w, &a, &b);
+            first = fp8_half(0, a, b), second = fp8_half(1, a, b);
         }
+        _mm512_store_si512(out, first);
+        _mm512_store_si512(out + 4 * to_stride, second);
+    }
+}
+
+/* Words between rows of a converted V block of 16 dims, see kvc_amx_value_at. */
+INLINE int64_t value_stride(int KIND, const kvc_pv_args *args)
+{
+    return KIND != BF16 && kvc_amx_once(args->rows, args->ready) ? KVC_TILE : args->dim;
+}
+
+INLINE void widen_key(int KIND, const kvc_qk_args *args, int64_t t)
+{
+    const uint8_t *from = args->tiles + t * KVC_TILE * args->query->dim;
+    if (KIND == BF16 || args->ready || t >= args->n_tiles) return;
+    widen(KIND, from, args->query->dim / 4, KVC_TILE, from, args->ahead, kvc_amx_key_at(args, t, 2), KVC_TILE);
+}
+
+INLINE void widen_value(int KIND, const kvc_pv_args *args, int64_t t, int64_t d)
+{
+    const uint8_t *from = args->tiles + t * args->dim;
+    if (KIND == BF16 || args->ready || d >= args->dim) return;
+    widen(KIND, from + 4 * d, KVC_WIDE_STEP / 4, args->dim, from + KVC_WIDE_STEP * d, args->ahead,
+          kvc_amx_value_at(args, t, d, 2), value_stride(KIND, args));
 }
 
 INLINE void float_qk(int KIND, kvc_qk_args args)
@@ -63,10 +84,12 @@ INLINE void float_qk(int KIND, kvc_qk_args args)
     bool stacked = f->rest == f->half + KVC_AMX_HALF * dim;
     const uint16_t *half = f->half + args.row0 * dim, *rest = f->rest + args.row0 * dim;
     _Alignas(64) float sum[TILES][KVC_WIDE][KVC_TILE];
-    if (KIND != BF16 && !args.ready) widen(KIND, args.tiles, args.n_tiles * dim / 4, KVC_TILE, args.ahead, args.wide);
+    widen_key(KIND, &args, 0);
     for (int64_t tile = 0; tile < args.n_tiles; tile += TILES) {
-        const uint8_t *k = (KIND == BF16 ? args.tiles : args.wide) + tile * KVC_TILE * dim * 2;
-        for (int t = 0; t < TILES; t++, k += KVC_TILE * dim * 2) {
+        for (int t = 0; t < TILES; t++) {
+            const uint8_t *k = kvc_amx_key_at(&args, tile + t, 2);
+            if (KIND == BF16) k = args.tiles + (tile + t) * KVC_TILE * dim * 2;
+            widen_key(KIND, &args, tile + t + 1);
             kvc_amx_zero(0);
             for (int64_t d = 0; d < dim; d += STEP) {
                 kvc_amx_load(6, k + d * KVC_TILE * 2, KVC_AMX_BYTES);
@@ -99,9 +122,8 @@ void kvc_amx_qk_many_int8(const kvc_qk_args *args) { float_qk(INT8, *args); }
 INLINE void float_pv(int KIND, bool EXACT, kvc_pv_args args)
 {
     _Alignas(64) uint16_t half[KVC_WIDE][KVC_WIDE_STEP], rest[KVC_WIDE][KVC_WIDE_STEP];
-    if (KIND != BF16 && !args.ready) widen(KIND, args.tiles, args.n / 4, args.dim, args.ahead, args.wide);
     for (int64_t t = 0; t < args.n; t += KVC_WIDE_STEP) {
-        const uint8_t *v = (KIND == BF16 ? args.tiles : args.wide) + t * args.dim * 2;
+        int64_t stride = value_stride(KIND, &args);
         for (int64_t r = 0; r < args.rows; r++)
             for (int64_t i = 0; i < KVC_WIDE_STEP; i += KVC_TILE)
                 bf16_split(args.p + r * args.ld, KIND == BF16 ? NULL : args.meta, t + i, args.n, half[r] + i,
@@ -112,12 +134,16 @@ INLINE void float_pv(int KIND, bool EXACT, kvc_pv_args args)
             kvc_amx_load(4, rest[0], KVC_AMX_BYTES * 2);
             kvc_amx_load(5, rest[0] + STEP, KVC_AMX_BYTES * 2);
         }
+        widen_value(KIND, &args, t, 0);
         for (int64_t d = 0; d < args.dim; d += KVC_TILE) {
+            widen_value(KIND, &args, t, d + KVC_TILE);
             kvc_amx_load(0, args.o + d, args.dim * 4);
-            kvc_amx_load(6, v + d * 4, args.dim * 4);
-            if (KIND == BF16) kvc_amx_fetch(v, 2 * d, KVC_TILE, args.ahead);
-            kvc_amx_load(7, v + (STEP / 2 * args.dim + d) * 4, args.dim * 4);
-            if (KIND == BF16) kvc_amx_fetch(v, 2 * d + KVC_TILE, KVC_TILE, args.ahead);
+            const uint8_t *line = args.tiles + t * args.dim * 2;
+            const uint8_t *v = KIND == BF16 ? line + d * 4 : kvc_amx_value_at(&args, t, d, 2);
+            kvc_amx_load(6, v, stride * 4);
+            if (KIND == BF16) kvc_amx_fetch(line, 2 * d, KVC_TILE, args.ahead);
+            kvc_amx_load(7, v + STEP / 2 * stride * 4, stride * 4);
+            if (KIND == BF16) kvc_amx_fetch(line, 2 * d + KVC_TILE, KVC_TILE, args.ahead);
             kvc_amx_bf16(0, 2, 6);
             kvc_amx_bf16(0, 3, 7);
             if (EXACT) {

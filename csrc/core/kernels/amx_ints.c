@@ -36,16 +36,18 @@ INLINE __m512i joined(const limb_sums *sums, int64_t row, bool two, bool stacked
 
 /* ---------------------------------------------------------------- K */
 
-/* Unpacks planes of n K tiles to the words of int8 tiles. */
-INLINE void unpack_keys(int BITS, const uint8_t *tiles, int64_t n, int64_t dim, ptrdiff_t ahead, uint8_t *to)
+/* Unpacks planes of K tile t to the words of an int8 tile. */
+INLINE void unpack_key(int BITS, const kvc_qk_args *args, int64_t t)
 {
-    int64_t period = dim * BITS / 8;
-    for (int64_t t = 0; t < n; t++, tiles += period * KVC_TILE, to += dim * KVC_TILE)
-        for (int64_t j = 0; j < period; j += 4) {
-            kvc_words w = kvc_load_words(BITS, tiles, dim, j * KVC_TILE);
-            kvc_prefetch(tiles, j / 4, ahead);
-            EACH (p, 8 / BITS) _mm512_store_si512(to + (p * period + j) * KVC_TILE, kvc_plane(BITS, p, w));
-        }
+    int64_t dim = args->query->dim, period = dim * BITS / 8;
+    const uint8_t *tile = args->tiles + t * period * KVC_TILE;
+    if (BITS == 8 || args->ready || t >= args->n_tiles) return;
+    uint8_t *to = kvc_amx_key_at(args, t, 1);
+    for (int64_t j = 0; j < period; j += 4) {
+        kvc_words w = kvc_load_words(BITS, tile, dim, j * KVC_TILE);
+        kvc_prefetch(tile, j / 4, args->ahead);
+        EACH (p, 8 / BITS) _mm512_store_si512(to + (p * period + j) * KVC_TILE, kvc_plane(BITS, p, w));
+    }
 }
 
 INLINE void centres(const uint8_t *centroid, const kvc_query *query, int64_t row0, int64_t rows, float *to)
@@ -85,10 +87,13 @@ INLINE void int_qk(int BITS, kvc_qk_args args)
     limb_sums sums[TILES];
     float centre[KVC_WIDE];
     if (BITS < 8) centres(args.meta + 2 * args.page_size, args.query, args.row0, args.rows, centre);
-    if (BITS < 8 && !args.ready) unpack_keys(BITS, args.tiles, args.n_tiles, dim, args.ahead, args.wide);
+    unpack_key(BITS, &args, 0);
     for (int64_t tile = 0; tile < args.n_tiles; tile += TILES) {
-        const uint8_t *k = (BITS < 8 ? args.wide : args.tiles) + tile * KVC_TILE * dim;
-        for (int t = 0; t < TILES; t++, k += KVC_TILE * dim) key_products(BITS, k, hi, lo, dim, args.ahead, &sums[t]);
+        for (int t = 0; t < TILES; t++) {
+            const uint8_t *k = BITS < 8 ? kvc_amx_key_at(&args, tile + t, 1) : args.tiles + (tile + t) * KVC_TILE * dim;
+            unpack_key(BITS, &args, tile + t + 1);
+            key_products(BITS, k, hi, lo, dim, args.ahead, &sums[t]);
+        }
         for (int t = 0; t < TILES; t++) {
             __m512 scale = kvc_scales(args.meta, (tile + t) * KVC_TILE), x;
             for (int64_t r = 0; r < args.rows; r++) {
@@ -116,20 +121,18 @@ void kvc_amx_qk_int2(const kvc_qk_args *args) { int_qk(2, *args); }
 
 /* ---------------------------------------------------------------- V */
 
-/* Unpacks V tiles of KVC_WIDE_STEP tokens to the words of int8 tiles. */
-INLINE void unpack_value(int BITS, const uint8_t *tiles, int64_t dim, ptrdiff_t ahead, uint8_t *to)
+/* Unpacks 16 dims of V tiles of KVC_WIDE_STEP tokens, from d and t on, to the words of int8 tiles, `stride` words apart. */
+INLINE void unpack_value(int BITS, const kvc_pv_args *args, int64_t t, int64_t d, uint8_t *to, int64_t stride)
 {
-    int64_t line = 0;
-    for (int64_t t = 0; t < KVC_WIDE_STEP; t += KVC_TILE)
-        for (int64_t s = 0; s < BITS / 2; s++)
-            for (int64_t d = 0; d < dim; d += KVC_TILE) {
-                kvc_words w = kvc_load_words(BITS, tiles + t * dim * BITS / 8, dim, (s * dim + d) * 4);
-                kvc_prefetch(tiles, line++, ahead);
-                EACH (p, 8 / BITS) {
-                    int64_t token = t + 4 * s + 2 * BITS * p;
-                    _mm512_store_si512(to + token * dim + d * 4, kvc_plane(BITS, p, w));
-                }
-            }
+    int64_t dim = args->dim;
+    const uint8_t *from = args->tiles + t * dim * BITS / 8, *line = from + KVC_WIDE_STEP * d * BITS / 8;
+    if (BITS == 8 || args->ready || d >= dim) return;
+    for (int64_t tile = 0; tile < KVC_WIDE_STEP; tile += KVC_TILE)
+        for (int64_t s = 0; s < BITS / 2; s++, line += 64) {
+            kvc_words w = kvc_load_words(BITS, from + tile * dim * BITS / 8, dim, (s * dim + d) * 4);
+            kvc_prefetch(line, 0, args->ahead);
+            EACH (p, 8 / BITS) _mm512_store_si512(to + (tile + 4 * s + 2 * BITS * p) * stride, kvc_plane(BITS, p, w));
+        }
 }
 
 INLINE void int_pv(int BITS, kvc_pv_args args)
@@ -141,9 +144,9 @@ INLINE void int_pv(int BITS, kvc_pv_args args)
     int32_t sum[KVC_WIDE];
     float step[KVC_WIDE];
     for (int64_t t = 0; t < args.n; t += KVC_WIDE_STEP) {
-        const uint8_t *v = (BITS < 8 ? args.wide : args.tiles) + t * args.dim;
-        if (BITS < 8 && !args.ready)
-            unpack_value(BITS, args.tiles + t * args.dim * BITS / 8, args.dim, args.ahead, args.wide + t * args.dim);
+        const uint8_t *bytes = args.tiles + t * args.dim;
+        int64_t stride = BITS < 8 && kvc_amx_once(args.rows, args.ready) ? KVC_TILE : args.dim;
+        unpack_value(BITS, &args, t, 0, kvc_amx_value_at(&args, t, 0, 1), stride);
         for (int64_t r = 0; r < args.rows; r += 4)
             weigh(args.p + r * args.ld + t, args.ld, kvc_min(4, args.rows - r), args.meta + 2 * t, KVC_WIDE_STEP, !two,
                   (digits_of){hi[r], lo[r], KVC_WIDE_STEP, step + r, sum + r});
@@ -151,11 +154,12 @@ INLINE void int_pv(int BITS, kvc_pv_args args)
         if (twice) kvc_amx_load(3, lo, KVC_AMX_BYTES);
         for (int64_t d0 = 0; d0 < args.dim; d0 += TILES * KVC_TILE) {
             for (int i = 0; i < TILES; i++) {
-                int64_t d = d0 + i * KVC_TILE;
+                int64_t d = d0 + i * KVC_TILE, next = d + KVC_TILE;
+                unpack_value(BITS, &args, t, next, kvc_amx_value_at(&args, t, next, 1), stride);
                 kvc_amx_zero(0);
                 if (twice) kvc_amx_zero(1);
-                kvc_amx_load(6, v + d * 4, args.dim * 4);
-                if (BITS == 8) kvc_amx_fetch(v, d, KVC_TILE, args.ahead);
+                kvc_amx_load(6, BITS < 8 ? kvc_amx_value_at(&args, t, d, 1) : bytes + d * 4, stride * 4);
+                if (BITS == 8) kvc_amx_fetch(bytes, d, KVC_TILE, args.ahead);
                 kvc_amx_bytes(0, 2, 6, false);
                 if (twice) kvc_amx_bytes(1, 3, 6, false);
                 kvc_amx_store(0, sums[i].high, KVC_AMX_BYTES);
@@ -177,8 +181,9 @@ INLINE void pv(int BITS, kvc_pv_args args, kvc_pv_fn *as_bf16)
         return;
     }
     uint8_t *codes = args.wide + args.n * args.dim;
-    for (int64_t t = 0; BITS < 8 && !args.ready && t < args.n; t += KVC_WIDE_STEP)
-        unpack_value(BITS, args.tiles + t * args.dim * BITS / 8, args.dim, args.ahead, codes + t * args.dim);
+    for (int64_t t = 0; BITS < 8 && t < args.n; t += KVC_WIDE_STEP)
+        for (int64_t d = 0; d < args.dim; d += KVC_TILE)
+            unpack_value(BITS, &args, t, d, codes + t * args.dim + d * 4, args.dim);
     if (BITS < 8) args.tiles = codes, args.ahead = 0;
     as_bf16(&args);
 }
