@@ -21,6 +21,7 @@ from .latent import absorb, unabsorbed
 from .layer_options import is_paged
 
 _MEASURING = "kvcompress_measuring"
+_observers: dict[int, Callable[..., None]] = {}  # by id of the module, of models in `observing`
 
 
 @dataclass
@@ -102,17 +103,21 @@ def observing(model: PreTrainedModel, observe: Callable[..., None]) -> Iterator[
     """Context manager: the model is in eval mode, and each attention call of its text decoder first calls
     `observe(module, q, k, v, options)`, with tensors [B, heads, T, D] and the keyword arguments of the call."""
 
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-        observe(module, *(x.detach() for x in (query, key, value)), options)
-        return attention.kvcompress_attention_forward(module, query, key, value, mask, **options)
-
-    AttentionInterface.register(_MEASURING, attend)
+    modules = [id(module) for module in model.modules()]
+    _observers.update(dict.fromkeys(modules, observe))
+    AttentionInterface.register(_MEASURING, _measured)
     AttentionMaskInterface.register(_MEASURING, sdpa_mask)
     try:
         with attending(model, _MEASURING), evaluating(model):
             yield
     finally:
-        AttentionInterface.register(_MEASURING, attention.kvcompress_attention_forward)  # frees what `observe` holds
+        for module in modules:
+            _observers.pop(module, None)
+
+
+def _measured(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+    _observers[id(module)](module, *(x.detach() for x in (query, key, value)), options)
+    return attention.kvcompress_attention_forward(module, query, key, value, mask, **options)
 
 
 def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:

@@ -90,6 +90,8 @@ class PagedLayer(checks.ProcessBound, CacheLayerMixin, instead="copy.deepcopy() 
         if self.store.eviction:
             self.store.eviction.deferred = True
         self.store.held = self.forward_pass.held
+        if (sliding := self.store.sliding) is not None:
+            sliding.deferred, sliding.recording, sliding.shared = True, self.recording, self.forward_pass.reused
         self.is_initialized = True
         self.moved()
 

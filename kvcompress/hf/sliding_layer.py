@@ -19,11 +19,6 @@ class SlidingPagedLayer(PagedLayer):
 
     is_sliding = True
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        sliding = self.sliding
-        sliding.deferred, sliding.recording, sliding.shared = True, self.recording, self.forward_pass.reused
-
     # ------------------------------------------------------------------ the window
 
     @property

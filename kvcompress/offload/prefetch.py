@@ -330,7 +330,9 @@ class Prefetcher:
         return memories
 
     def forget(self, offload: LayerOffload) -> None:
+        """Waits for transfers of its pages, also of those that it had when they were started."""
+        others = {x.version for x in self.layers if x is not offload}
         for stage in self.stages.get(offload.store.pool, ()):
-            if stage.version == offload.version:
+            if stage.version and stage.version not in others:
                 stage.wait()
                 stage.version = 0

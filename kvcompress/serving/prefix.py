@@ -108,7 +108,8 @@ class PrefixCache(
         self._lock = threading.RLock()  # between finding a prefix and taking references to its pages
         self._empty = self._made({})  # raises for invalid options now
         self._who = [_VERSION, model_hash(config), *(str(getattr(config, x, "")) for x in _NAMES), model, salt]
-        self._root(self._empty, ())  # raises for an invalid salt now
+        self._options = self._described(self._empty)
+        self._root(self._options, ())  # raises for an invalid salt now
 
     def new(self, **options: Any) -> KVCache:
         """An empty KVCache in the pool of this PrefixCache, for `commit`."""
@@ -139,14 +140,16 @@ class PrefixCache(
                     )
         return cache
 
-    def _root(self, cache: KVCache, extra: Any) -> bytes:
-        """SHA-256 of everything that pages of `cache` depend on except tokens."""
+    def _described(self, cache: KVCache) -> str:
+        """The options of `cache` that its pages depend on."""
         options = {name: x for name, x in cache.to_dict().items() if name not in ("max_bytes", "max_length", "strict")}
         if cache.forward_pass.calibration:  # its contents, not its path
             options["calibration"] = cache.forward_pass.calibration.digest()
-        text = json.dumps(options, sort_keys=True, default=lambda o: o.to_dict() if hasattr(o, "to_dict") else repr(o))
-        more = extra if isinstance(extra, (list, tuple)) else [extra]
-        return _hashed([*self._who, text, *more])
+        return json.dumps(options, sort_keys=True, default=lambda o: o.to_dict() if hasattr(o, "to_dict") else repr(o))
+
+    def _root(self, options: str, extra: Any) -> bytes:
+        """SHA-256 of everything that pages of a cache with these options depend on except tokens."""
+        return _hashed([*self._who, options, *(extra if isinstance(extra, (list, tuple)) else [extra])])
 
     # ------------------------------------------------------------------ reading
 
@@ -165,7 +168,7 @@ class PrefixCache(
         cache = self.new(**options)
         self._asked += 1
         self._asked_tokens += rows.size
-        root = self._root(cache, extra)
+        root = self._root(self._described(cache) if options else self._options, extra)
         shape = self._shapes.get(root)
         if shape is None or rows.shape[1] < 2:
             return cache
@@ -265,7 +268,7 @@ class PrefixCache(
         )
         if any((s.sinks, s.page_size) != (shape.sinks, shape.page) for s in stores):
             raise ValueError("PrefixCache: commit: expected layers with equal sinks and page_size, got different ones")
-        root = self._root(cache, extra)
+        root = self._root(self._described(cache), extra)
         if self._shapes.setdefault(root, shape) != shape:
             raise ValueError(
                 f"PrefixCache: commit: expected layers as committed before, {self._shapes[root]}, got {shape}"
@@ -308,7 +311,7 @@ class PrefixCache(
 
     def unpin(self, input_ids: Any, *, extra: Any = (), **options: Any) -> None:
         """Reverts `commit(..., pin=True)` of the same tokens; arguments as of `open`."""
-        root = self._root(self.new(**options), extra)
+        root = self._root(self._described(self.new(**options)) if options else self._options, extra)
         shape = self._shapes.get(root)
         with self._lock:  # `pinned` runs under it, too
             for row in _tokens(input_ids) if shape else ():

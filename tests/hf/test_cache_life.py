@@ -241,3 +241,20 @@ def test_keys_shared_between_layers():
     first, _ = forward(module, q, keys, values, None)
     again, _ = forward(module, q, keys, values, None)
     assert error(again, first) < 1e-5 and cache.layers[0].store.seen == 23
+
+
+def test_a_first_call_without_memory_leaves_windows_whole():
+    """A layer with a window frees pages after a pass only, also if its first call found no memory for max_length."""
+    config = hf.MistralConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                              sliding_window=33)  # fmt: skip
+    config._attn_implementation = "sdpa"
+    cache = KVCache(config, "int8", page_size=32, sinks=0, max_length=1 << 33)
+    k = torch.randn(1, 2, 200, 16)
+    for layer in range(2):
+        with pytest.raises(ValueError, match="expected 0 to 2\\^31 tokens"):
+            cache.update(k, k, layer)
+        cache.update(k, k, layer)
+    cache.update(k, k, 0)
+    with pytest.raises(ValueError, match="finite"):
+        cache.update(k * float("nan"), k, 1)
+    assert [layer.get_seq_length() for layer in cache.layers] == [200, 200]

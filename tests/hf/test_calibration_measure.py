@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kvcompress.hf.backend import observing
 from kvcompress.hf.calibrate import _costs, calibrate, second_moments
 
 H, D = 2, 64
@@ -131,3 +132,12 @@ def test_queries_that_attend_to_sinks_get_small_weights():
     second_moments(found, module, q, k, v)
     share = found["q"][0, 0, 0] / found["q"][0].trace()
     assert q[0, 1].square().sum() / q.square().sum() > 0.3 and 0 < share < 0.05
+
+
+def test_models_that_are_measured_at_once_are_told_apart():
+    seen, first, second = [], copy.deepcopy(models.model("llama")), models.model("llama")
+    with observing(first, lambda *_: seen.append("first")):
+        with observing(second, lambda *_: seen.append("second")):
+            first(models.ids(1, 3))
+        first(models.ids(1, 3))
+    assert set(seen) == {"first"}
