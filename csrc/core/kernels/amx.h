@@ -67,7 +67,11 @@ INLINE uint8_t *kvc_amx_key_at(const kvc_qk_args *args, int64_t t, int64_t size)
 {
     return args->wide + (kvc_amx_once(args->rows, args->ready) ? t % 2 : t) * KVC_TILE * args->query->dim * size;
 }
-/* V's 16 dims from d on, of KVC_WIDE_STEP tokens from t on. */
+/* V's 16 dims from d on, of KVC_WIDE_STEP tokens from t on; its rows are kvc_amx_value_stride words apart. */
+INLINE int64_t kvc_amx_value_stride(const kvc_pv_args *args)
+{
+    return kvc_amx_once(args->rows, args->ready) ? KVC_TILE : args->dim;
+}
 INLINE uint8_t *kvc_amx_value_at(const kvc_pv_args *args, int64_t t, int64_t d, int64_t size)
 {
     if (kvc_amx_once(args->rows, args->ready)) return args->wide + d / KVC_TILE % 2 * KVC_WIDE_STEP * KVC_TILE * size;

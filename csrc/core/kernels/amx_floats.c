@@ -56,12 +56,6 @@ INLINE void widen(int KIND, const uint8_t *from, int64_t rows, int64_t stride, c
     }
 }
 
-/* Words between rows of a converted V block of 16 dims, see kvc_amx_value_at. */
-INLINE int64_t value_stride(int KIND, const kvc_pv_args *args)
-{
-    return KIND != BF16 && kvc_amx_once(args->rows, args->ready) ? KVC_TILE : args->dim;
-}
-
 INLINE void widen_key(int KIND, const kvc_qk_args *args, int64_t t)
 {
     const uint8_t *from = args->tiles + t * KVC_TILE * args->query->dim;
@@ -74,7 +68,7 @@ INLINE void widen_value(int KIND, const kvc_pv_args *args, int64_t t, int64_t d)
     const uint8_t *from = args->tiles + t * args->dim;
     if (KIND == BF16 || args->ready || d >= args->dim) return;
     widen(KIND, from + 4 * d, KVC_WIDE_STEP / 4, args->dim, from + KVC_WIDE_STEP * d, args->ahead,
-          kvc_amx_value_at(args, t, d, 2), value_stride(KIND, args));
+          kvc_amx_value_at(args, t, d, 2), kvc_amx_value_stride(args));
 }
 
 INLINE void float_qk(int KIND, kvc_qk_args args)
@@ -87,8 +81,8 @@ INLINE void float_qk(int KIND, kvc_qk_args args)
     widen_key(KIND, &args, 0);
     for (int64_t tile = 0; tile < args.n_tiles; tile += TILES) {
         for (int t = 0; t < TILES; t++) {
-            const uint8_t *k = kvc_amx_key_at(&args, tile + t, 2);
-            if (KIND == BF16) k = args.tiles + (tile + t) * KVC_TILE * dim * 2;
+            const uint8_t *k =
+                KIND == BF16 ? args.tiles + (tile + t) * KVC_TILE * dim * 2 : kvc_amx_key_at(&args, tile + t, 2);
             widen_key(KIND, &args, tile + t + 1);
             kvc_amx_zero(0);
             for (int64_t d = 0; d < dim; d += STEP) {
@@ -122,8 +116,8 @@ void kvc_amx_qk_many_int8(const kvc_qk_args *args) { float_qk(INT8, *args); }
 INLINE void float_pv(int KIND, bool EXACT, kvc_pv_args args)
 {
     _Alignas(64) uint16_t half[KVC_WIDE][KVC_WIDE_STEP], rest[KVC_WIDE][KVC_WIDE_STEP];
+    int64_t stride = KIND == BF16 ? args.dim : kvc_amx_value_stride(&args);
     for (int64_t t = 0; t < args.n; t += KVC_WIDE_STEP) {
-        int64_t stride = value_stride(KIND, &args);
         for (int64_t r = 0; r < args.rows; r++)
             for (int64_t i = 0; i < KVC_WIDE_STEP; i += KVC_TILE)
                 bf16_split(args.p + r * args.ld, KIND == BF16 ? NULL : args.meta, t + i, args.n, half[r] + i,

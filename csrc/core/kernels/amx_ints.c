@@ -143,9 +143,9 @@ INLINE void int_pv(int BITS, kvc_pv_args args)
     limb_sums sums[TILES];
     int32_t sum[KVC_WIDE];
     float step[KVC_WIDE];
+    int64_t stride = BITS == 8 ? args.dim : kvc_amx_value_stride(&args);
     for (int64_t t = 0; t < args.n; t += KVC_WIDE_STEP) {
         const uint8_t *bytes = args.tiles + t * args.dim;
-        int64_t stride = BITS < 8 && kvc_amx_once(args.rows, args.ready) ? KVC_TILE : args.dim;
         unpack_value(BITS, &args, t, 0, kvc_amx_value_at(&args, t, 0, 1), stride);
         for (int64_t r = 0; r < args.rows; r += 4)
             weigh(args.p + r * args.ld + t, args.ld, kvc_min(4, args.rows - r), args.meta + 2 * t, KVC_WIDE_STEP, !two,
