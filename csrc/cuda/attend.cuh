@@ -190,33 +190,37 @@ KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const 
     }
 }
 
-/* First column of the warps' `part`. If it has sinks, it comes last (*sinks), which saves one rotation of the sums. */
-KVC_DEVICE int kvc_start(const kvc_place *place, int part, int *sinks)
+/* First column of a warp that has those from `from` to `end`. If it has sinks, they come last (*sinks), which saves one
+ * rotation of the sums. */
+KVC_DEVICE int kvc_start(int from, int end, int *sinks)
 {
-    int start = place->first + part;
-    *sinks = start == 0 && place->share < place->end;
-    return *sinks ? place->share : start;
+    *sinks = from == 0 && end > 1;
+    return *sinks ? 1 : from;
 }
 
-/* Finds the row of the block and its columns. Done by one of its warps, while the others prepare q; blocks of a
- * multiprocessor use different ones. Returns, in lane 8w + g, the g-th entry of warp w if `packs` (packed.cuh): it is
- * loaded while this warp prepares q. */
+/* Finds the row of the block and the columns of its warps. Done by one of its warps, while the others prepare q; blocks
+ * of a multiprocessor use different ones. Returns, in lane 8w + g, the g-th entry of warp w if `packs` (packed.cuh): it
+ * is loaded while this warp prepares q. */
 KVC_DEVICE int64_t kvc_attend_begin(const kvc_call *call, bool packs, kvc_place place, kvc_attend_room *room)
 {
     kvc_row row = kvc_row_begin(call, place.b, place.h);
-    uint32_t runs = (uint32_t)call->runs, run = place.run;
-    int columns = (int)kvc_row_columns(call, &row), ends = kvc_ends_of((uint32_t)columns, runs, (int)call->raw_ends);
+    uint32_t share = KVC_WARPS * 8 / (uint32_t)call->rows, parts = (uint32_t)call->runs * share;
+    uint32_t warp = (uint32_t)kvc_lane() >> 3, part = place.run * share + (warp & (share - 1));
+    int columns = (int)kvc_row_columns(call, &row), ends = kvc_ends_of((uint32_t)columns, parts, (int)call->raw_ends);
     uint32_t all = (uint32_t)(columns + 2 * ends);
-    uint32_t each = all / runs, left = all - each * runs;
-    int from = (int)(each * run + (run < left ? run : left)) - ends, to = from + (int)(each + (run < left));
-    place.begin = from < 0 ? 0 : from < columns ? from : columns;
-    place.end = to < 0 ? 0 : to < columns ? to : columns;
-    place.first = place.begin + (place.begin == 0 && call->a.store.sinks == 0 && row.used); /* column 0 is empty */
-    place.share = KVC_WARPS * 8 / (int)call->rows, place.paged = (int)kvc_row_paged(&row);
+    uint32_t each = all / parts, left = all - each * parts;
+    uint32_t more = part == 0 ? 0 : part - 1 < left ? part - 1 : left; /* parts 1 .. left have one column more */
+    int from = (int)(each * part + more) - ends, to = from + (int)(each + (part - 1 < left));
+    from = from < 0 ? 0 : from < columns ? from : columns;
+    to = to < 0 ? 0 : to < columns ? to : columns;
+    place.begin = from, place.end = (int)kvc_shuffle((uint32_t)to, 8 * ((int)share - 1));
+    from += from == 0 && call->a.store.sinks == 0 && row.used; /* column 0 is empty */
+    place.share = (int)share, place.paged = (int)kvc_row_paged(&row);
     if (kvc_lane() == 0) room->row = row, room->place = place;
+    if ((kvc_lane() & 7) == 0) room->from[warp] = from, room->to[warp] = to;
     if (!packs) return -1;
-    int sinks, start = kvc_start(&place, (kvc_lane() >> 3) & (place.share - 1), &sinks);
-    return kvc_entry_ahead(&row, start + (kvc_lane() & 7) * place.share, place.end);
+    int sinks, start = kvc_start(from, to, &sinks);
+    return kvc_entry_ahead(&row, start + (kvc_lane() & 7), to);
 }
 
 /* For a call in which attention writes the one token per row (kvc_call.joined): whether columns [begin, end) contain
@@ -242,9 +246,9 @@ KVC_DEVICE void kvc_write_own(const kvc_call *call, const kvc_row *row, const in
 #define KVC_NOT_ASKED -2 /* value of an entry that was not loaded */
 
 /* The column after c. If there are `sinks`, column 0 comes last. */
-KVC_DEVICE int kvc_turn(int c, int share, int *sinks, int *end)
+KVC_DEVICE int kvc_turn(int c, int *sinks, int *end)
 {
-    int behind = c + share, turns = behind >= *end ? *sinks : 0;
+    int behind = c + 1, turns = behind >= *end ? *sinks : 0;
     *sinks -= turns, *end = turns ? 1 : *end;
     return turns ? 0 : behind;
 }
@@ -268,13 +272,13 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     kvc_prepare(call, &of, kinds, dims, h, row0, (int)call->rows / 8);
     if (packs && finds) room->eight[kvc_lane() >> 3].early[kvc_lane() & 7] = early;
     kvc_barrier();
-    int begin = room->place.begin, end = room->place.end, runs = (int)call->runs;
+    int runs = (int)call->runs;
     int groups = (int)call->rows / 8, warp = kvc_warp(), lane = kvc_lane(), share = room->place.share;
-    int group = warp * groups / KVC_WARPS, part = warp & (share - 1);
+    int group = warp * groups / KVC_WARPS, end = room->to[warp];
     int Dv = (int)st->value_dim;
-    if (call->weights) kvc_keep_none(call, b, h, begin, end);
-    const bool writes = call->joined && kvc_has_token(&room->row, begin, end);
-    int sinks, start = kvc_start(&room->place, part, &sinks);
+    if (call->weights) kvc_keep_none(call, b, h, room->place.begin, room->place.end);
+    const bool writes = call->joined && kvc_has_token(&room->row, room->place.begin, room->place.end);
+    int sinks, start = kvc_start(room->from[warp], end, &sinks);
     if (writes) kvc_write_own(call, &room->row, dims, b, h);
     if (call->weights || writes) kvc_barrier();
     if (packs) {
@@ -296,15 +300,14 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     uint8_t *known = NULL;
     const bool middles = kvc_sums_of(kinds, dims) > dims / 4;
     int owed = 0; /* number of pages whose code middles have not been subtracted yet */
-    int64_t next =
-        packs ? KVC_NOT_ASKED : kvc_entry_ahead(&room->row, start + share, end); /* entry of column c + share */
-    KVC_ONCE for (int c = start; c < end; c = kvc_turn(c, share, &sinks, &end))
+    int64_t next = packs ? KVC_NOT_ASKED : kvc_entry_ahead(&room->row, start + 1, end); /* entry of column c + 1 */
+    KVC_ONCE for (int c = start; c < end; c = kvc_turn(c, &sinks, &end))
     {
         int64_t given = packs && c == start ? room->eight[warp].early[0] : -1;
         kvc_page_at at =
             kvc_page_begin(call, &room->row, call->kinds & kinds, h, c, room->place.paged, known, given, page);
         int64_t entry = next;
-        if (!packs) next = kvc_entry_ahead(&room->row, c + 2 * share, end);
+        if (!packs) next = kvc_entry_ahead(&room->row, c + 2, end);
         known = NULL;
         if (!at.data) {
             if (packs) next = KVC_NOT_ASKED;
@@ -315,23 +318,23 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
         rotated = page->rotated;
         int packed = kvc_takes_packed(call, kinds, dims, page), behind = c;
         if (packed == 4 && kinds >> KVC_KIND_INT4 & 1)
-            behind = kvc_packed_pages(4, call, &room->row, page, &seen, room->place.paged, dims, c, share, end, q,
+            behind = kvc_packed_pages(4, call, &room->row, page, &seen, room->place.paged, dims, c, end, q,
                                       kvc_sums_of(kinds, dims), &state, o);
         if (packed == 2 && kinds >> KVC_KIND_INT2 & 1)
-            behind = kvc_packed_pages(2, call, &room->row, page, &seen, room->place.paged, dims, c, share, end, q,
+            behind = kvc_packed_pages(2, call, &room->row, page, &seen, room->place.paged, dims, c, end, q,
                                       kvc_sums_of(kinds, dims), &state, o);
         if (behind > c) {
-            c = behind - share, next = KVC_NOT_ASKED;
+            c = behind - 1, next = KVC_NOT_ASKED;
             continue;
         }
         if (packs) {
-            if (entry == KVC_NOT_ASKED) entry = kvc_entry_ahead(&room->row, c + share, end);
-            next = kvc_entry_ahead(&room->row, c + 2 * share, end);
+            if (entry == KVC_NOT_ASKED) entry = kvc_entry_ahead(&room->row, c + 1, end);
+            next = kvc_entry_ahead(&room->row, c + 2, end);
         }
         if (kvc_takes_piped(call, kinds, dims, page, &at, &seen)) {
-            behind = kvc_any_piped(kinds, call, &room->row, page, &seen, room->place.paged, dims, c, share, end,
-                                   at.data, entry, q, pipe, &state, o);
-            c = behind - share, next = kvc_entry_ahead(&room->row, c + 2 * share, end);
+            behind = kvc_any_piped(kinds, call, &room->row, page, &seen, room->place.paged, dims, c, end, at.data,
+                                   entry, q, pipe, &state, o);
+            c = behind - 1, next = kvc_entry_ahead(&room->row, c + 2, end);
             continue;
         }
         known = kvc_page_known(page, entry);

@@ -300,18 +300,19 @@ KVC_DEVICE kvc_view kvc_view_at(const kvc_call *call, const kvc_row *row, int64_
     return v;
 }
 
-/* Columns that the first and the last of `runs` have less than others, at most `most`: those runs have the sinks and the
- * open page, which take as long as several pages. */
-KVC_INLINE int kvc_ends_of(uint32_t columns, uint32_t runs, int most)
+/* A run's columns are split into parts, one for each warp of a group of rows. Columns that the first and the last of all
+ * `parts` have less than others, at most `most`: those have the sinks and the open page, which take as long as several
+ * pages. */
+KVC_INLINE int kvc_ends_of(uint32_t columns, uint32_t parts, int most)
 {
-    int ends = runs < 3 || columns < runs ? 0 : (int)((columns - runs) / (runs - 2)); /* one column is left */
+    int ends = parts < 3 || columns < parts ? 0 : (int)((columns - parts) / (parts - 2)); /* one column is left */
     return ends < most ? ends : most;
 }
 
-/* What a block works on; b < 0: nothing. `line`: see kvc_call. Known once the row is: begin, end: its columns; first:
- * the first that has tokens. share: warps that share a group of rows. paged: kvc_row_paged. */
+/* What a block works on; b < 0: nothing. `line`: see kvc_call. Known once the row is: begin, end: its columns. share:
+ * warps that share a group of rows. paged: kvc_row_paged. */
 typedef struct kvc_place {
-    int b, h, row0, begin, end, first, share, paged;
+    int b, h, row0, begin, end, share, paged;
     uint32_t run, line;
 } kvc_place;
 
@@ -320,7 +321,7 @@ typedef struct kvc_place {
 KVC_DEVICE kvc_place kvc_place_of(const kvc_call *call)
 {
     uint32_t heads = (uint32_t)call->a.store.heads, runs = (uint32_t)call->runs, x = (uint32_t)kvc_block_x();
-    kvc_place at = {-1, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+    kvc_place at = {-1, 0, 0, 0, 0, 0, 0, 0, 0};
     if (call->lists.segments) {
         at.line = x / runs, at.run = x - at.line * runs;
         uint32_t item = at.line / heads;

@@ -18,7 +18,8 @@ typedef struct kvc_eight_room {
 
 typedef struct kvc_attend_room {
     kvc_row row;
-    kvc_place place; /* kept for the end of the kernel, since registers hold sums until then */
+    kvc_place place;                        /* kept for the end of the kernel, since registers hold sums until then */
+    int32_t from[KVC_WARPS], to[KVC_WARPS]; /* columns of each warp */
     kvc_page_room page[KVC_WARPS];
     kvc_eight_room eight[KVC_WARPS];
     uint32_t words[4];

@@ -97,8 +97,9 @@ static int64_t runs_of(const kvc_call *call, kvc_cost of, int64_t columns, int64
     double least = INFINITY;
     for (int64_t runs = 1; runs <= (most > 1 ? most : 1); runs++) {
         int64_t blocks = call->lines * runs, left = (blocks % wave + processors - 1) / processors;
-        int64_t all = columns + 2 * kvc_ends_of((uint32_t)columns, (uint32_t)runs, (int)call->raw_ends);
-        double warp = (double)((all + runs * share - 1) / (runs * share)) * of.page + of.ends;
+        int64_t parts = runs * share;
+        int64_t all = columns + 2 * kvc_ends_of((uint32_t)columns, (uint32_t)parts, (int)call->raw_ends);
+        double warp = (double)((all + parts - 1) / parts) * of.page + of.ends;
         double cost = warp * ((double)(blocks / wave) * issued(resident, of.alone) + issued(left, of.alone));
         if (runs > 1) cost += (JOIN + JOIN_RUN * (double)runs) * (double)call->rows / 8 * of.alone;
         if (cost < least) least = cost, best = runs;
@@ -256,7 +257,7 @@ int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t long
             call->pipe = pipe, resident = KVC_PIPED_BLOCKS(call->kinds);
     }
     kvc_cost cost = cost_of(call);
-    call->raw_ends = call->prefill || wide ? 0 : cost.raw * share;
+    call->raw_ends = call->prefill || wide ? 0 : cost.raw;
     call->runs = runs_of(call, cost, s->columns + call->own_columns, share, on->processors, resident);
 
     if (a->real) {

@@ -48,13 +48,12 @@ KVC_DEVICE int kvc_takes_packed(const kvc_call *call, const uint32_t kinds, int 
     return page->key_kind == KVC_KIND_INT4 ? 4 : page->key_kind == KVC_KIND_INT2 ? 2 : 0;
 }
 
-/* Of columns c, c + share, .., lane 4g + t looks up the g-th: returns its entry if the page is full and visible to all
- * rows. */
+/* Of columns from c on, lane 4g + t looks up the g-th: returns its entry if the page is full and visible to all rows. */
 KVC_DEVICE int64_t kvc_eight_entries(const kvc_call *call, const kvc_row *row, const kvc_eight_room *room,
-                                     const kvc_seen_by *seen, int paged, int c, int share, int end)
+                                     const kvc_seen_by *seen, int paged, int c, int end)
 {
     int g = kvc_lane() >> 2, size = (int)call->a.store.page_size;
-    int mine = c + g * share, first = (int)call->a.store.sinks + (mine - 1) * size;
+    int mine = c + g, first = (int)call->a.store.sinks + (mine - 1) * size;
     bool there = mine < end && mine < row->plain_end && mine != row->not_plain && mine > 0 && first >= seen->begin &&
                  first + size <= seen->end && first + size <= paged;
     if (c == room->first) return there ? room->early[g] : -1;
@@ -246,13 +245,12 @@ KVC_DEVICE void kvc_packed_span(const int bits, int dims, const uint8_t *data, i
 
 /* Processes pages from column c on, whose page is already known. Returns the column after the last page taken. */
 KVC_DEVICE int kvc_packed_pages(const int bits, const kvc_call *call, const kvc_row *row, const kvc_page_room *page,
-                                const kvc_seen_by *seen, int paged, int dims, int c, int share, int end,
-                                const kvc_query *q, int sums, kvc_softmax *state, float *o)
+                                const kvc_seen_by *seen, int paged, int dims, int c, int end, const kvc_query *q,
+                                int sums, kvc_softmax *state, float *o)
 {
     int lane = kvc_lane(), g = lane >> 2, t = lane & 3, spans = (int)kvc_warp_most((uint32_t)page->key.tokens / 64);
     kvc_eight_room *room = &((kvc_attend_room *)kvc_shared)->eight[kvc_warp()];
-    int from = 0,
-        count = kvc_eight_pages(page, kvc_eight_entries(call, row, room, seen, paged, c, share, end), room->at);
+    int from = 0, count = kvc_eight_pages(page, kvc_eight_entries(call, row, room, seen, paged, c, end), room->at);
     if (count == 0) return c;
     kvc_packed of;
     kvc_packed_keys keys;
@@ -271,8 +269,7 @@ KVC_DEVICE int kvc_packed_pages(const int bits, const kvc_call *call, const kvc_
     {
         int after = 0;
         int64_t entry = -1; /* of the eight pages after */
-        if (count == KVC_EIGHT)
-            entry = kvc_eight_entries(call, row, room, seen, paged, c + KVC_EIGHT * share, share, end);
+        if (count == KVC_EIGHT) entry = kvc_eight_entries(call, row, room, seen, paged, c + KVC_EIGHT, end);
         kvc_eight_means(dims, page->base + (uint64_t)room->at[from + (g < count ? g : 0)] * KVC_ALIGN + page->mean, q,
                         room->dot);
         if (count == KVC_EIGHT) after = kvc_eight_pages(page, entry, room->at + (from ^ KVC_EIGHT));
@@ -296,7 +293,7 @@ KVC_DEVICE int kvc_packed_pages(const int bits, const kvc_call *call, const kvc_
         float most = kvc_packed_most(&of);
         if (most > 0 && most * 64 < 128 * KVC_GRAIN * state->unit && state->unit * KVC_GRAIN > 0x1p-15f)
             kvc_packed_follow(most, sums, state, o, &of);
-        c += count * share;
+        c += count;
         from ^= KVC_EIGHT, count = after;
     }
     return c;

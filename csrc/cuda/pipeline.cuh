@@ -91,8 +91,8 @@ KVC_DEVICE bool kvc_takes_piped(const kvc_call *call, const uint32_t kinds, int 
  * the last page taken. */
 KVC_DEVICE int kvc_piped_pages(const int K, const int V, const uint32_t kinds, const kvc_call *call, const kvc_row *row,
                                const kvc_page_room *page, const kvc_seen_by *seen, int paged, const int dims, int c,
-                               int share, int end, const uint8_t *data, int64_t entry, const kvc_query *q,
-                               uint8_t *room, kvc_softmax *state, float *o)
+                               int end, const uint8_t *data, int64_t entry, const kvc_query *q, uint8_t *room,
+                               kvc_softmax *state, float *o)
 {
     const int sums = kvc_sums_of(kinds, dims);
     const uint8_t *keys = room + 2 * KVC_PIPED_SCALES, *values = keys + 512 * kvc_piped_quads(kvc_kind_bits(K), dims);
@@ -102,12 +102,12 @@ KVC_DEVICE int kvc_piped_pages(const int K, const int V, const uint32_t kinds, c
     kvc_row_steps(q, kvc_form_of(K), by);
     kvc_pipe_keys(K, dims, page, data, 0, room);
     kvc_pipe_values(K, V, dims, page, data, 0, room);
-    KVC_ONCE for (bool more = true; more; c += share)
+    KVC_ONCE for (bool more = true; more; c++)
     {
-        int first = (int)call->a.store.sinks + (c + share - 1) * size;
+        int first = (int)call->a.store.sinks + c * size;
         const uint8_t *behind = kvc_page_known(page, entry);
         if (first < seen->begin || first + size > last) behind = NULL;
-        entry = kvc_entry_ahead(row, c + 2 * share, end);
+        entry = kvc_entry_ahead(row, c + 2, end);
         KVC_ONCE for (int block = 0; block < blocks; block++)
         {
             const uint8_t *next = block + 1 < blocks ? data : behind; /* the page of the next block */
@@ -140,14 +140,12 @@ KVC_DEVICE int kvc_piped_pages(const int K, const int V, const uint32_t kinds, c
 
 /* The same for any pair of formats. */
 KVC_DEVICE int kvc_any_piped(const uint32_t kinds, const kvc_call *call, const kvc_row *row, const kvc_page_room *page,
-                             const kvc_seen_by *seen, int paged, const int dims, int c, int share, int end,
-                             const uint8_t *data, int64_t entry, const kvc_query *q, uint8_t *room, kvc_softmax *state,
-                             float *o)
+                             const kvc_seen_by *seen, int paged, const int dims, int c, int end, const uint8_t *data,
+                             int64_t entry, const kvc_query *q, uint8_t *room, kvc_softmax *state, float *o)
 {
 #define PAIR(K, V)                                                                                                     \
     if (kvc_pipes(kinds, K, V) && page->key_kind == K && page->value_kind == V)                                        \
-        return kvc_piped_pages(K, V, kinds, call, row, page, seen, paged, dims, c, share, end, data, entry, q, room,   \
-                               state, o);
+        return kvc_piped_pages(K, V, kinds, call, row, page, seen, paged, dims, c, end, data, entry, q, room, state, o);
     KVC_PIPED(PAIR)
 #undef PAIR
     return c;

@@ -7,7 +7,7 @@ bottleneck. The achievable share of HBM bandwidth is modelled from the count alo
     H200: 132 multiprocessors with 4 schedulers at 1.755 GHz, 4.8 TB/s. A row is split into as many runs as the host
     selects. 3 blocks per multiprocessor at a time (2 for 8 and 16 bits), with one warp of each on every scheduler. A
     scheduler issues 0.6 instructions per cycle, or less if its warps stall: a single warp takes `alone` cycles per
-    instruction, from a replay of its trace with the encoded stalls (replay.py, with assumed latencies). Runs in the
+    instruction, from a replay of its trace with the encoded stalls (replay.py, with assumed latencies). Warps in the
     middle of a row are modelled, because the first and the last have fewer pages besides the raw ones. The launch of
     attention takes 3 us. The new token, which one block of a row writes, is included in the printed prologue and
     epilogue (`ends`), but not in the share (except for raw); a separate launch that writes it is not included. The last
@@ -23,6 +23,8 @@ H200.
 """
 
 import argparse
+import re
+import struct
 import sys
 
 import replay
@@ -53,11 +55,20 @@ def layer(
     return kv, [torch.randn(1, h, own, DIM, generator=random).bfloat16() for h in (heads * group, heads, heads)]
 
 
+class Even(runner.Machine):
+    """Splits a row's columns evenly: its first and last warps do not get fewer (kvc_call.raw_ends). So all have the
+    same number of pages, and what is done once for eight pages is counted for eight."""
+
+    def _run(self, name, argument, *launch):
+        (found,) = re.finditer(re.escape(struct.pack("<qqq", 8, 1, 1)) + rb"([\1-\10])\0{7}", argument)
+        super()._run(name, argument[: found.start(1)] + b"\0" + argument[found.end(1) :], *launch)
+
+
 def blocks(name: str, pages: int, group: int, traced: bool = False, writes: bool = False) -> list[runner.Block]:
     """The first block of a launch with one run over all pages. The heads fill the multiprocessor, whether it holds two
     or three blocks at a time."""
     kv, step = layer(name, pages * PAGE, group, writes=writes)
-    machine = runner.Machine("kvc_attend.*", processors=1, most=1, traced=traced)
+    machine = Even("kvc_attend.*", processors=1, most=1, traced=traced)
     kv.op = lambda *args, **options: machine.call("attend", *args, **options)
     kv.attend(*step)
     grid = next(grid for kernel, grid in machine.launches if kernel.startswith("kvc_attend"))
@@ -154,9 +165,9 @@ def share(
     pages, slots, all_blocks = tokens // PAGE, CORES * resident, sequences * heads * runs
     last = -(-(all_blocks % slots) // CORES)
     waves = all_blocks // slots * max(resident / RATE, alone) + (last > 0) * max(last / RATE, alone)
-    raw = 4 * (4 if resident == 3 else 2)  # by how many columns the first and the last run are shorter: kvc_ends_of
-    relief = 0 if runs < 3 or pages < runs else min(raw, (pages - runs) // (runs - 2))
-    cycles = waves * (-(-(pages + 2 * relief) // (4 * runs)) * each + ends)
+    raw, parts = 4 if resident == 3 else 2, 4 * runs  # raw: columns that the first and the last part have less
+    relief = 0 if parts < 3 or pages < parts else min(raw, (pages - parts) // (parts - 2))  # kvc_ends_of
+    cycles = waves * (-(-(pages + 2 * relief) // parts) * each + ends)
     if runs > 1:
         cycles += (join[0] + join[1] * runs) * alone
     moved = sequences * heads * pages * size
