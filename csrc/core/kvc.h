@@ -49,7 +49,9 @@ typedef struct kvc_format_info {
 const kvc_format_info *kvc_format_get(int format);
 /* KVC_OK if `format` supports rows of `dim`; else KVC_E_VALUE with the reason. */
 kvc_status kvc_format_check(int format, int64_t dim);
-/* Bytes of a page, metadata included. */
+/* KVC_OK if pages may hold `page_size` tokens; else KVC_E_VALUE, with `op` in its message. */
+kvc_status kvc_page_size_check(int64_t page_size, const char *op);
+/* Bytes of a page, metadata included; 0 if a format, its dim or the page size is not supported. */
 int64_t kvc_page_bytes(int key, int value, int64_t key_dim, int64_t value_dim, int64_t page_size);
 
 /* The kernel level in use, selected once: the best supported one, or KVCOMPRESS_ISA (KVC_E_VALUE if it is not available). */

@@ -113,13 +113,8 @@ static PyObject *page_bytes(PyObject *module, PyObject *args, PyObject *keywords
     (void)module;
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "iiLL|L", names, &key, &value, &key_dim, &value_dim, &page_size))
         return NULL;
-    kvc_status status = kvc_format_check(key, key_dim);
-    if (status == KVC_OK) status = kvc_format_check(value, value_dim);
-    if (status != KVC_OK) return kvc_py_raise(status);
-    if (page_size < KVC_TILE || page_size > KVC_MAX_PAGE || page_size % KVC_TILE)
-        return PyErr_Format(PyExc_ValueError, "page_size: expected a multiple of 16 from 16 to %d tokens, got %lld",
-                            KVC_MAX_PAGE, page_size);
-    return PyLong_FromLongLong(kvc_page_bytes(key, value, key_dim, value_dim, page_size));
+    int64_t bytes = kvc_page_bytes(key, value, key_dim, value_dim, page_size);
+    return bytes ? PyLong_FromLongLong(bytes) : kvc_py_raise(KVC_E_VALUE);
 }
 
 static PyObject *page_geometry(PyObject *module, PyObject *args)
@@ -141,10 +136,8 @@ static PyObject *side_bytes(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "ipLL", &format, &key, &dim, &page_size)) return NULL;
     kvc_status status = kvc_format_check(format, dim);
+    if (status == KVC_OK) status = kvc_page_size_check(page_size, "side_bytes");
     if (status != KVC_OK) return kvc_py_raise(status);
-    if (page_size < KVC_TILE || page_size > KVC_MAX_PAGE || page_size % KVC_TILE)
-        return PyErr_Format(PyExc_ValueError, "page_size: expected a multiple of 16 from 16 to %d tokens, got %lld",
-                            KVC_MAX_PAGE, page_size);
     return PyLong_FromLongLong(page_size / KVC_TILE * kvc_tile_bytes(format, dim) +
                                kvc_meta_bytes(format, key, dim, page_size));
 }

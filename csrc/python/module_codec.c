@@ -143,18 +143,13 @@ PyObject *kvc_py_pack(PyObject *module, PyObject *args, PyObject *keywords)
     const npy_intp *ks = PyArray_DIMS((PyArrayObject *)k_object), *vs = PyArray_DIMS((PyArrayObject *)v_object);
     if (ks[0] != vs[0] || ks[1] != vs[1] || ks[2] != vs[2])
         return PyErr_Format(PyExc_ValueError, "pack: v: expected B, H, T as k has, got another shape");
-    if (page_size < KVC_TILE || page_size > KVC_MAX_PAGE || page_size % KVC_TILE || ks[2] % page_size)
-        return PyErr_Format(PyExc_ValueError,
-                            "pack: page_size: expected a multiple of 16 up to %d that divides T=%lld, got "
-                            "%lld",
-                            KVC_MAX_PAGE, (long long)ks[2], page_size);
-    kvc_status status = kvc_format_check(key, ks[3]);
-    if (status == KVC_OK) status = kvc_format_check(value, vs[3]);
-    if (status != KVC_OK) return kvc_py_raise(status);
-    npy_intp size[4] = {ks[0], ks[2] / page_size, ks[1], kvc_page_bytes(key, value, ks[3], vs[3], page_size)};
+    int64_t bytes = kvc_page_bytes(key, value, ks[3], vs[3], page_size);
+    if (!bytes) return kvc_py_raise(KVC_E_VALUE);
+    npy_intp size[4] = {ks[0], ks[2] / page_size, ks[1], bytes};
     PyObject *pages = PyArray_SimpleNew(4, size, NPY_UINT8);
     if (!pages) return NULL;
     void *to = PyArray_DATA((PyArrayObject *)pages);
+    kvc_status status;
     Py_BEGIN_ALLOW_THREADS status =
         kvc_pack(key, value, &k, &v, ks[0], ks[1], ks[2], ks[3], vs[3], page_size, to, NULL);
     Py_END_ALLOW_THREADS if (status != KVC_OK)

@@ -100,10 +100,9 @@ kvc_status kvc_op_pack(kvc_frame *f)
     KVC_CHECK(kf >= 0 && kf < KVC_FORMATS && vf >= 0 && vf < KVC_FORMATS, KVC_E_VALUE,
               "pack: key, value: expected format codes below %d, got %lld and %lld", KVC_FORMATS, (long long)kf,
               (long long)vf);
-    KVC_CHECK(page_size >= KVC_TILE && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0 &&
-                  k->size[2] % page_size == 0,
-              KVC_E_VALUE, "pack: expected a page_size from 16 to %d that divides T, got %lld for T=%lld", KVC_MAX_PAGE,
-              (long long)page_size, (long long)k->size[2]);
+    KVC_TRY(kvc_page_size_check(page_size, "pack"));
+    KVC_CHECK(k->size[2] % page_size == 0, KVC_E_VALUE, "pack: page_size: expected a divisor of T=%lld, got %lld",
+              (long long)k->size[2], (long long)page_size);
     KVC_TRY(kvc_format_check((int)kf, k->size[3]));
     KVC_TRY(kvc_format_check((int)vf, v->size[3]));
     int64_t size[4] = {k->size[0], k->size[2] / page_size, k->size[1],

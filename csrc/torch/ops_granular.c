@@ -129,10 +129,9 @@ kvc_status kvc_op_pack_codes(kvc_frame *f)
     KVC_CHECK(kf >= 0 && kf < KVC_FORMATS && vf >= 0 && vf < KVC_FORMATS, KVC_E_VALUE,
               "pack_codes: key, value: expected format codes below %d, got %lld and %lld", KVC_FORMATS, (long long)kf,
               (long long)vf);
-    KVC_CHECK(page_size >= KVC_TILE && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0 &&
-                  size[2] % page_size == 0,
-              KVC_E_VALUE, "pack_codes: expected a page_size from 16 to %d that divides T, got %lld for T=%lld",
-              KVC_MAX_PAGE, (long long)page_size, (long long)size[2]);
+    KVC_TRY(kvc_page_size_check(page_size, "pack_codes"));
+    KVC_CHECK(size[2] % page_size == 0, KVC_E_VALUE, "pack_codes: page_size: expected a divisor of T=%lld, got %lld",
+              (long long)size[2], (long long)page_size);
     KVC_TRY(kvc_format_check((int)kf, key_dim));
     KVC_TRY(kvc_format_check((int)vf, value_dim));
     const int64_t out[4] = {size[0], size[2] / page_size, size[1],

@@ -80,8 +80,8 @@ static void test_attend_args(kvc_pool *pool)
     BAD(KVC_E_VALUE, "page_size", s->page_size = 0);
     BAD(KVC_E_VALUE, "page_size", s->page_size = 24);
     BAD(KVC_E_VALUE, "page_size", s->page_size = 272);
-    BAD(KVC_E_VALUE, "page_size", s->sinks = -1);
-    BAD(KVC_E_VALUE, "page_size", s->sinks = KVC_MAX_DIM + 1);
+    BAD(KVC_E_VALUE, "sinks", s->sinks = -1);
+    BAD(KVC_E_VALUE, "sinks", s->sinks = KVC_MAX_DIM + 1);
     BAD(KVC_E_VALUE, "rows: expected a length", rows[0] = -1);
     BAD(KVC_E_VALUE, "tokens in row 1", rows[2] = 100000);
     BAD(KVC_E_VALUE, "tokens in row 1", (s->batch = 1, s->table_heads = 2, rows[2] = 100000));
@@ -213,6 +213,9 @@ static void test_codec_args(void)
     FAILS(KVC_E_VALUE, "code from 0", kvc_dequantize(-1, codes, scales, 1, 16, x, NULL));
     FAILS(KVC_E_VALUE, "code from 0", kvc_dequantize(KVC_FORMATS, codes, scales, 1, 16, x, NULL));
     kvc_dense d = {x, {16, 16, 16}, KVC_F32};
+    CHECK(kvc_page_bytes(KVC_INT8, KVC_FORMATS, 16, 16, 16) == 0 && strstr(kvc_error(), "format"));
+    CHECK(kvc_page_bytes(KVC_INT8, -1, 16, 16, 16) == 0 && kvc_page_bytes(KVC_INT8, KVC_INT8, 16, 0, 16) == 0);
+    CHECK(kvc_page_bytes(KVC_INT8, KVC_INT8, 16, 16, 24) == 0 && strstr(kvc_error(), "page_size"));
     FAILS(KVC_E_VALUE, "page_size", kvc_pack(KVC_INT8, KVC_INT8, &d, &d, 1, 1, 24, 16, 16, 24, codes, NULL));
     FAILS(KVC_E_VALUE, "T", kvc_pack(KVC_INT8, KVC_INT8, &d, &d, 1, 1, 24, 16, 16, 16, codes, NULL));
     kvc_dense even = {x, {0, 0, 0}, KVC_F32}, odd = {x, {0, 0, 0}, (kvc_dtype)30};

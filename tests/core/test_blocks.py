@@ -113,7 +113,7 @@ NAN8 = torch.full((2, 16, 3, 32), 0x7F, dtype=torch.uint8)
     (ValueError, "finite codes", lambda: pack_pages(K, NAN8, 1, 1, value="fp8_e4m3")),
     (ValueError, "v: .* sequence 0, head 0, token 0", lambda: pack_pages(K, NAN8, 1, 1, value="fp8_e5m2")),
     (ValueError, "page_size", lambda: pack_pages(K, K, 1, 1, page_size=24)),
-    (ValueError, "divides T", lambda: pack_pages(K, K, 1, 1, page_size=64)),
+    (ValueError, "divisor of T", lambda: pack_pages(K, K, 1, 1, page_size=64)),
     (ValueError, "head dim", lambda: pack_pages(K[..., :8], K, 1, 1)),
 ])  # fmt: skip
 def test_bad_blocks(error, text, call):

@@ -72,10 +72,9 @@ kvc_status kvc_store_check(const kvc_store *s, const char *op)
     KVC_CHECK(s->table_heads == 1 || s->table_heads == s->heads, KVC_E_VALUE,
               "%s: table: expected 1 or H=%lld rows a sequence, got %lld", op, (long long)s->heads,
               (long long)s->table_heads);
-    KVC_CHECK(s->page_size % KVC_TILE == 0 && s->page_size > 0 && s->page_size <= KVC_MAX_PAGE && s->sinks >= 0 &&
-                  s->sinks <= KVC_MAX_PAGE,
-              KVC_E_VALUE, "%s: expected page_size a multiple of 16 up to %d and sinks 0..%d, got %lld and %lld", op,
-              KVC_MAX_PAGE, KVC_MAX_PAGE, (long long)s->page_size, (long long)s->sinks);
+    KVC_TRY(kvc_page_size_check(s->page_size, op));
+    KVC_CHECK(s->sinks >= 0 && s->sinks <= KVC_MAX_PAGE, KVC_E_VALUE, "%s: sinks: expected 0 to %d tokens, got %lld",
+              op, KVC_MAX_PAGE, (long long)s->sinks);
     return KVC_OK;
 }
 

@@ -23,7 +23,18 @@ kvc_status kvc_format_check(int format, int64_t dim)
     return KVC_OK;
 }
 
+kvc_status kvc_page_size_check(int64_t page_size, const char *op)
+{
+    KVC_CHECK(page_size >= KVC_TILE && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0, KVC_E_VALUE,
+              "%s: page_size: expected a multiple of %d from %d to %d tokens, got %lld", op, KVC_TILE, KVC_TILE,
+              KVC_MAX_PAGE, (long long)page_size);
+    return KVC_OK;
+}
+
 int64_t kvc_page_bytes(int key, int value, int64_t key_dim, int64_t value_dim, int64_t page_size)
 {
+    if (kvc_format_check(key, key_dim) != KVC_OK || kvc_format_check(value, value_dim) != KVC_OK ||
+        kvc_page_size_check(page_size, "page_bytes") != KVC_OK)
+        return 0;
     return kvc_page_layout(key, value, key_dim, value_dim, page_size).bytes;
 }

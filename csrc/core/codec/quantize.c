@@ -237,9 +237,7 @@ static kvc_status check_dense(const char *name, int format, const kvc_dense *x, 
 
 static kvc_status check_pages(const char *what, int64_t page_size, int64_t B, int64_t H, int64_t T)
 {
-    KVC_CHECK(page_size > 0 && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0, KVC_E_VALUE,
-              "%s: page_size: expected a multiple of %d up to %d, got %lld", what, KVC_TILE, KVC_MAX_PAGE,
-              (long long)page_size);
+    KVC_TRY(kvc_page_size_check(page_size, what));
     KVC_CHECK(B >= 0 && H >= 0 && T >= 0 && T % page_size == 0, KVC_E_VALUE,
               "%s: expected full pages (a multiple of %lld tokens), got T=%lld", what, (long long)page_size,
               (long long)T);

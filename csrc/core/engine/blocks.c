@@ -18,10 +18,7 @@ kvc_status kvc_geometry_check(int64_t heads, int64_t key_dim, int64_t value_dim,
     KVC_CHECK(key_dim > 0 && key_dim <= KVC_MAX_DIM && value_dim > 0 && value_dim <= KVC_MAX_DIM, KVC_E_VALUE,
               "%s: expected head dims from 1 to %d, got Dk=%lld Dv=%lld", op, KVC_MAX_DIM, (long long)key_dim,
               (long long)value_dim);
-    KVC_CHECK(page_size > 0 && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0, KVC_E_VALUE,
-              "%s: expected a page_size that is a multiple of 16 up to %d, got %lld", op, KVC_MAX_PAGE,
-              (long long)page_size);
-    return KVC_OK;
+    return kvc_page_size_check(page_size, op);
 }
 
 kvc_status kvc_blocks_check(const kvc_blocks *b, int64_t page_bytes, const char *op, const char *what)

@@ -75,9 +75,7 @@ static kvc_status check_spec(const kvc_spec *s, int64_t batch)
     KVC_CHECK(s->heads >= 1 && s->heads <= MOST && batch >= 1 && batch <= MOST, KVC_E_VALUE,
               "table: expected from 1 to %d KV heads and sequences, got %lld and %lld", MOST, (long long)s->heads,
               (long long)batch);
-    KVC_CHECK(s->page_size >= KVC_TILE && s->page_size <= KVC_MAX_PAGE && s->page_size % KVC_TILE == 0, KVC_E_VALUE,
-              "table: page_size: expected a multiple of 16 from 16 to %d tokens, got %lld", KVC_MAX_PAGE,
-              (long long)s->page_size);
+    KVC_TRY(kvc_page_size_check(s->page_size, "table"));
     KVC_CHECK(s->sinks >= 0 && s->sinks <= KVC_MAX_PAGE && s->recent >= 0, KVC_E_VALUE,
               "table: expected sinks from 0 to %d and recent of at least 0, got %lld and %lld", KVC_MAX_PAGE,
               (long long)s->sinks, (long long)s->recent);
