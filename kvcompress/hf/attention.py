@@ -212,6 +212,16 @@ def _is_causal(module: torch.nn.Module, mask: torch.Tensor | None) -> bool:
     return isinstance(mask, masks.WindowMask) or getattr(module, "is_causal", not crosses)
 
 
+def _check_updated(module: torch.nn.Module, same: bool) -> None:
+    """Raises ValueError in a graph unless attention gets the K and V that `update` returned, which stand for those of
+    all tokens."""
+    if not same:
+        raise ValueError(
+            f"kvcompress: {type(module).__name__}: expected the K and V that the cache's update returned, got others; "
+            f"call enable(model), or, if that does not help, {_HINT}"
+        )
+
+
 @torch.compiler.disable
 def _taken_up(module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """LazyKV for k and v of a layer whose graph ended between `update` and attention; updates the layer now."""
@@ -313,15 +323,15 @@ def kvcompress_attention_forward(
     window, cap = sliding_window or 0, softcap or 0.0
     with_weights = bool(kwargs.get("output_attentions", False))
     compiling = torch.compiler.is_dynamo_compiling()
+    broken = OPEN.key is not None and OPEN.key is key
     if compiling and (layer := getattr(key, "kvcompress_layer", None)) is not None:
+        _check_updated(module, key.kvcompress_value is value)  # type: ignore[attr-defined]
         _refuse(
             module, is_causal=None if causal else False, position_bias=position_bias, sinks=sinks, indices=indices,
             block_indices=block_indices, output_attentions=with_weights or None, training=module.training or None,
         )  # fmt: skip
         return layer.traced_attention(query, key, value, attention_mask, scale, window, cap, s_aux), None
-    broken = OPEN.key is not None and OPEN.key is key
-    if compiling and not broken and OPEN.layer is not None and OPEN.layer.options["latent"]:
-        raise ValueError("kvcompress: expected the K that the cache's update returned, got another; call enable(model)")
+    _check_updated(module, not compiling or broken or OPEN.layer is None)
     if compiling and (broken or getattr(key, "block", None) is not None):
         return _outside(
             module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux, is_causal,

@@ -17,6 +17,8 @@ _ALONE = {
     "doge": "doge attention works on the 4D masks of eager and sdpa",
     "git": "its text layers do not use transformers' attention interface, only its image layers do",
     "bigbird_pegasus": "its decoder's attention needs eager's 4D mask",
+    "diffllama": "its attention splits V in two",
+    "jetmoe": "its attention repeats K and V for each expert of a token",
     "moshi": "its window is that of the cache alone: within a call every token is seen",
 }
 

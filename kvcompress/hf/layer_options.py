@@ -34,13 +34,13 @@ class LayerOptions(NamedTuple):
 
 def is_paged(kind: str, given: Mapping[str, Any], layer: Any, fixed: bool = False) -> bool:
     """True if a KVCache uses a paged layer for this layer type. given: arguments of transformers' layer; layer: its
-    config; fixed: the cache has a `max_length`, which does not support indexers."""
+    config; fixed: the cache has a `max_length`, which supports neither indexers nor windows that no mask shows."""
     if kind == "indexed_attention":
         return bool(chosen(layer)) and not fixed
     if kind not in _CHUNKED:
         return kind == "full_attention"
     window = given.get("sliding_window") or 0  # in chunks: a multiple of 16 tokens
-    return window > 1 and not (_CHUNKED[kind] and window % 16)
+    return window > 1 and not (_CHUNKED[kind] and window % 16) and not (fixed and layer.model_type == "moshi")
 
 
 def window_options(
@@ -72,12 +72,13 @@ def layer_options(
     fixed = {} if max_length is None else {"max_cache_len": max_length}
     if unknown := sorted(set(types) - set(mapping)):
         raise ValueError(f"KVCache: config: expected layer types out of {sorted(mapping)}, got {unknown}")
-    if set(types) == {"linear_attention"}:
-        raise ValueError(
-            f"KVCache: expected a model with attention layers, got {type(text).__name__}, which has none, so there is "
-            "nothing to compress; call generate without past_key_values"
-        )
     configs, n = text.per_layer_config, len(types)
+    if not any(map(is_paged, types, kwargs, configs)):
+        raise ValueError(
+            f"KVCache: expected a model with full, sliding-window or chunked attention, got {type(text).__name__} with "
+            f"{', '.join(sorted(set(types)))} layers alone, so there is nothing to compress; call generate without "
+            "past_key_values"
+        )
     ours = [i for i in range(n) if is_paged(types[i], kwargs[i], configs[i], max_length is not None)]
     full = [i for i in ours if types[i] not in _CHUNKED]
     named = by_layer(per_layer, ours) if per_layer is not None else {}

@@ -112,8 +112,9 @@ class StaticPagedLayer(PagedLayer):
             self.length.add_(k.shape[2])
         v = attention.suited(v, k)
         if self.attends(k):
+            k = k.view(k.shape)  # attributes of an output of split() cannot be traced
             attention.OPEN.layer, attention.OPEN.key = self, k
-            k.kvcompress_layer = self  # type: ignore[attr-defined]
+            k.kvcompress_layer, k.kvcompress_value = self, v  # type: ignore[attr-defined]
             return k, v
         return self.traced_dense(k, v)
 

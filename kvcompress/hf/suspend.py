@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from functools import partialmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,21 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+def _states(name: str, at: int) -> Callable[..., Any]:
+    """The method `name` of transformers' Cache for the states of a layer (its argument `at`), which models write into.
+    It raises ValueError if the cache is suspended or a pass has failed, since states updated before the first paged
+    layer could not be restored."""
+
+    def call(self: MovableCache, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or self.is_compileable:  # not tracked there
+            self.forward_pass.ready()
+        else:
+            self.forward_pass.at_states(kwargs["layer_idx"] if "layer_idx" in kwargs else args[at])
+        return getattr(Cache, name)(self, *args, **kwargs)
+
+    return call
+
+
 class MovableCache(
     checks.ProcessBound, LayeredCache, instead="use save(path) for its contents, or to_dict() for its options"
 ):
@@ -41,20 +56,10 @@ class MovableCache(
     def __copy__(self) -> Self:
         return copy.deepcopy(self)
 
-    # A call of transformers' Cache for the states of a layer (its argument `at`), which models write into. Raises
-    # ValueError if the cache is suspended or a pass has failed, since states updated before the first paged layer
-    # could not be restored.
-    def _states(self, name: str, at: int, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or self.is_compileable:  # not tracked there
-            self.forward_pass.ready()
-        else:
-            self.forward_pass.at_states(kwargs["layer_idx"] if "layer_idx" in kwargs else args[at])
-        return getattr(super(), name)(*args, **kwargs)
-
-    get_conv_state = partialmethod(_states, "get_conv_state", 0)  # type: ignore[assignment]
-    get_recurrent_state = partialmethod(_states, "get_recurrent_state", 0)  # type: ignore[assignment]
-    update_conv_state = partialmethod(_states, "update_conv_state", 1)  # type: ignore[assignment]
-    update_recurrent_state = partialmethod(_states, "update_recurrent_state", 1)  # type: ignore[assignment]
+    get_conv_state = _states("get_conv_state", 0)  # type: ignore[assignment]
+    get_recurrent_state = _states("get_recurrent_state", 0)  # type: ignore[assignment]
+    update_conv_state = _states("update_conv_state", 1)  # type: ignore[assignment]
+    update_recurrent_state = _states("update_recurrent_state", 1)  # type: ignore[assignment]
 
     def check(self) -> None:
         """Raises ValueError for errors that kernels on a GPU have recorded, in this or another cache on the device: NaN

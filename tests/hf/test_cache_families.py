@@ -56,11 +56,26 @@ ALONE = {  # models that enable() does not change, and why
         ),
         "needs eager's 4D mask",
     ),
+    "diffllama": (lambda: hf.DiffLlamaConfig(**some()), "its attention splits V in two"),
+    "jetmoe": (
+        lambda: hf.JetMoeConfig(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_key_value_heads=2,
+            kv_channels=32,
+            num_local_experts=2,
+            initializer_range=0.2,
+            pad_token_id=0,
+            eos_token_id=None,
+        ),
+        "its attention repeats K and V for each expert",
+    ),
     "moshi": (  # a causal mask over a cache of windows: what a query sees depends on the calls
         lambda: hf.MoshiConfig(**some(sliding_window=models.WINDOW), ffn_dim=64),
         "its window is that of the cache alone",
     ),
-    "pools": (lambda: pooled(hf.DeepseekV32Config(**some(**SPARSE))), "no layer uses full, sliding-window or chunked"),
 }
 
 
@@ -84,17 +99,24 @@ def test_generates_as_dynamic_cache(name):
         check_same([generate(m, tokens, cache, mask)], [want])
 
 
-@pytest.mark.parametrize("make", [hf.FalconH1Config, hf.GPTNeoXJapaneseConfig, hf.JambaConfig])
+@pytest.mark.parametrize("make", [hf.GPTNeoXJapaneseConfig, hf.JambaConfig])
 def test_configs_that_are_taken(make):
     KVCache(make())
 
 
-def test_models_without_attention_are_refused():
-    model = build(hf.MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=2, state_size=4))
+@pytest.mark.parametrize("config", [
+    hf.MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=2, state_size=4),
+    hf.FalconH1Config(**some(), mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8),
+    pooled(hf.DeepseekV32Config(**some(**SPARSE))),
+], ids=lambda config: config.model_type)  # fmt: skip
+def test_models_with_nothing_to_compress_are_refused(config):
+    model = build(config)
     want = generate(model, ids(1, 9), None).sequences
     for make in (lambda: KVCache(model.config), lambda: patch_generate(model, "int8")):
-        with pytest.raises(ValueError, match="got MambaConfig, which has none, so there is nothing to compress"):
+        with pytest.raises(ValueError, match=rf"got {type(config).__name__} with .* so there is nothing to compress"):
             make()
+    report = enable(model, verbose=False)
+    assert not report.fused and "there is nothing to compress" in str(report)
     assert torch.equal(generate(model, ids(1, 9), None).sequences, want)  # unchanged
 
 
@@ -178,6 +200,9 @@ def test_enable_leaves_alone_what_needs_its_own_masks(name, capsys):
     assert m.config._attn_implementation == "eager"
     for cache in (cache_of(m, "raw"), own(m)):
         check_same([generate(m, tokens, cache, mask)], [want])
+    fixed = hf.StaticCache(config=m.config, max_cache_len=96), cache_of(m, "raw", max_length=96)
+    want, got = (generate(m, tokens, cache, mask) for cache in fixed)
+    check_same([got], [want])
     want, got = (generate(m, tokens, cache, mask, prefill_chunk_size=11) for cache in (own(m), cache_of(m, "raw")))
     check_same([got], [want])
 

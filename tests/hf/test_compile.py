@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 from families import CONFIGS, family
 from generation import IMPLEMENTATIONS, PAGE, cache_of, check_same, error, generate, logits_of, select
-from models import ids, left_pads, model
+from models import SIZE, ids, left_pads, model
 from modes import MODES
 from torch._dynamo.testing import CompileCounter
 
@@ -103,13 +103,16 @@ def test_inductor(implementation):
 
 @pytest.mark.parametrize("key", ["raw", pytest.param("int4", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [
-    "gemma3",
+    "gemma3", "linear", "split",
     *(pytest.param(x, marks=pytest.mark.full)
-      for x in ("mistral", "gemma4", "gpt_oss", "deepseek_v3", "llama4", "gemma3n")),
+      for x in ("mistral", "gemma4", "gpt_oss", "deepseek_v3", "llama4", "gemma3n", "conv")),
 ])  # fmt: skip
 def test_one_graph_where_a_static_cache_needs_two(name, key):
-    """transformers' sliding layers need a second graph when their window is full."""
-    m = select(family(name), "eager") if name == "deepseek_v3" else select(family(name), "kvcompress")
+    """transformers' sliding layers need a second graph when their window is full. In "split", split() made K."""
+    m = family(name) if name != "split" else hf.GPTBigCodeForCausalLM(
+        hf.GPTBigCodeConfig(vocab_size=96, n_embd=64, n_layer=2, n_head=2)
+    ).eval()  # fmt: skip
+    m = select(m, "eager" if name == "deepseek_v3" else "kvcompress")
     tokens, counter = ids(1, 45), CompileCounter()
     fn = torch.compile(m, fullgraph=True, backend=counter)
     cache = cache_of(m, key, max_length=SLOTS)
@@ -218,6 +221,20 @@ def test_what_a_graph_cannot_do_is_refused():
             fn(ids(1, 1), past_key_values=cache)
     finally:
         m.model.layers[1].self_attn.is_causal = True
+    assert cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("config", [
+    hf.DiffLlamaConfig(**SIZE),
+    hf.JetMoeConfig(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_local_experts=2),
+], ids=lambda config: config.model_type)  # fmt: skip
+def test_what_a_graph_attends_to_is_what_update_returned(config):
+    """Models that change V or K after it, which `enable` leaves unchanged."""
+    m = hf.AutoModelForCausalLM.from_config(config, attn_implementation="kvcompress").eval()
+    cache = cache_of(m, "raw", max_length=SLOTS)
+    logits_of(m, cache, [20])
+    with torch.no_grad(), pytest.raises(Exception, match="expected the K and V that the cache.{2,3}s update"):
+        torch.compile(m, fullgraph=True, backend="eager")(ids(1, 1), past_key_values=cache)
     assert cache.get_seq_length() == 20
 
 
