@@ -259,12 +259,14 @@ class KVCache(MovableCache, DisplayMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Removes slots from the end. tokens_to_remove: their number as a negative int (-3: the last 3), as in
         transformers. Raises ValueError and changes nothing if a sliding-window layer no longer has the tokens of the
-        earlier window (see `activate_past_recording`)."""
+        earlier window (see `activate_past_recording`), or if a layer has recurrent states."""
         tokens_to_remove = checks.cropped(tokens_to_remove)
         for layer in (x for x in self.layers if isinstance(x, SlidingPagedLayer)):
             layer.check_crop(tokens_to_remove)
+        native_layers.crop([layer for layer in self.layers if not isinstance(layer, PagedLayer)], tokens_to_remove)
         with self.forward_pass.changing():
-            super().crop(tokens_to_remove)
+            for paged in paged_layers(self):
+                paged.crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Removes all tokens; the next call may have another batch size."""

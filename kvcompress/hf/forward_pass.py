@@ -57,7 +57,7 @@ class ForwardPass:
         self.held: list[_C.Held] = []  # raw pages that this forward pass sealed
         self.complete = False  # all paged layers have stored their tokens of this forward pass
         self.states_lost = False  # states of linear-attention layers contain a failed call
-        self.states_at = -1  # last linear-attention layer that the model has reached
+        self.states_at = -1  # last linear-attention layer that the model has reached, or a layer before the first
         self.prefetcher: Prefetcher | None = None  # if the cache uses tiers
         # While the cache is suspended: its pages, or (path, digest) of the file; slots of each layer. See `suspend`.
         self.suspended: tuple[Any, dict[int, int]] | None = None
@@ -174,7 +174,7 @@ class ForwardPass:
             )
 
     def at_states(self, index: int) -> None:
-        """The model reaches the states of layer `index`, which it writes to. Raises ValueError if the pass before was
+        """The model reaches layer `index` and may write to its states. Raises ValueError if the pass before was
         interrupted between a linear-attention layer and the last paged one."""
         if index < self.states_at:  # a new pass
             self.states_lost |= not self.complete
@@ -186,6 +186,8 @@ class ForwardPass:
         """An update of layer `index` is about to happen."""
         if self.suspended is not None or self.states_lost:  # saves a Python call for each layer and step
             self.ready()
+        if index < self.states_at:  # a new forward pass, whose linear-attention layers come later
+            self.at_states(index)
         if index == self.at < self.last_paged:
             self._check_twice(index, layer)
         if index <= self.at:

@@ -61,6 +61,18 @@ def whole(layers: Sequence[Any]) -> Iterator[None]:
         raise
 
 
+def crop(layers: Sequence[Any], tokens_to_remove: int) -> None:
+    """Calls `crop` of all layers, or raises an error and changes none of them."""
+    if tokens_to_remove and any(True in getattr(x, "is_recurrent_states_initialized", {}).values() for x in layers):
+        raise ValueError(
+            "KVCache: crop: expected layers without recurrent states, got linear-attention layers, whose states cannot "
+            "be restored; use a copy of the cache made before"
+        )
+    with whole(layers):
+        for layer in layers:
+            layer.crop(tokens_to_remove)
+
+
 def change_rows(layer: Any, method: str, argument: Any) -> None:
     """Calls `method`: reorder_cache, batch_select_indices or batch_repeat_interleave. Layers with states have only the
     first."""

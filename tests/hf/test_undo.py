@@ -169,6 +169,21 @@ def test_later_passes_of_a_hybrid_model_raise_until_reset(hybrid):
     assert torch.equal(run(hybrid, cache, 9), run(hybrid, twin, 9))
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_crop_that_is_refused_changes_nothing(recorded):
+    """By a layer with recurrent states behind a paged one; with `recorded`, transformers would leave the states as they
+    are."""
+    m = hybrid_of("full", "linear", "full", "linear")
+    cache, twin = cache_of(m, "int8"), cache_of(m, "int8")
+    for c in (cache, twin):
+        if recorded:
+            c.activate_past_recording()
+        run(m, c, 20)
+    with pytest.raises(ValueError, match="crop: expected layers without recurrent states"):
+        cache.crop(-3)
+    assert torch.equal(run(m, cache, 1), run(m, twin, 1))
+
+
 # ---------------------------------------------------------------- passes interrupted elsewhere
 
 
@@ -187,14 +202,17 @@ def break_off(m, cache, where, T):
 
 
 @pytest.mark.parametrize("filled", [0, 20])
-def test_states_ahead_of_the_pages_are_detected(filled):
+@pytest.mark.parametrize("layers,last", [
+    (("linear", "linear", "full", "linear"), 1), (("full", "linear", "linear", "full"), 2),
+])  # fmt: skip
+def test_states_ahead_of_the_pages_are_detected(layers, last, filled):
     """A pass interrupted between linear-attention layers and the attention layers after them."""
-    m = hybrid_of("linear", "linear", "full", "linear")
+    m = hybrid_of(*layers)
     cache, twin = cache_of(m, "raw"), cache_of(m, "raw")
     for c in (cache, twin):
         for T in (filled, 1) if filled else ():
             run(m, c, T)
-    break_off(m, cache, m.model.layers[1].mlp, 9)
+    break_off(m, cache, m.model.layers[last].mlp, 9)
     for failed in (cache, copy.deepcopy(cache)):
         with pytest.raises(ValueError, match=r"linear-attention.*got.*reset"):
             run(m, failed, 1)
