@@ -65,7 +65,7 @@ class KVCache(MovableCache, DisplayMixin):
         max_length: maximum number of slots. The cache is then compilable: `torch.compile(model, fullgraph=True)`
             compiles one graph for all decode steps.
         max_bytes: limit in bytes for the pages of all layers, allocated in slabs of 1 MiB or more with pages of one
-            size; MemoryError when it is reached. 0: limited by the machine's memory only.
+            size; MemoryError when it is reached. 0: limited by the machine's memory only. Not with `pool`.
         pool: the `_C.Pool` to allocate pages from, shared with other caches (see PrefixCache). Default: a new one;
             without `max_bytes`, one per device of the model.
         calibration: result of `kvcompress calibrate` for this model, a path or a `Calibration`. Full-attention layers
@@ -105,6 +105,8 @@ class KVCache(MovableCache, DisplayMixin):
         first, second = pair(key_or_format or key or "int8", "KVCache: a format")
         key, value = key or first, value or second
         self.key, self.value, self._masks_itself = key, value, masks_itself(config)
+        if pool is not None and max_bytes:
+            raise ValueError("KVCache: expected pool or max_bytes, got both; Pool(max_bytes) has a limit of its own")
         each = pool is None and max_bytes == 0  # a limit is one of all layers
         pool = checks.pool(pool) or pools.for_pages(max_bytes=checks.integer("max_bytes", max_bytes, 0))
         if group is not None and max_length is not None:

@@ -268,6 +268,7 @@ def test_not_a_config(config):
     {"key_or_format": "int5"}, {"key": "kivi"}, {"value": 4}, {"page_size": 17}, {"sinks": -1},
     {"residual_length": -2}, {"key": "int4", "residual_length": 0}, {"max_bytes": -1},
     {"max_bytes": 2.5}, {"max_bytes": 2**70}, {"max_bytes": True}, {"sinks": 2**70},
+    {"max_bytes": 2**20, "pool": _C.Pool()},
 ])  # fmt: skip
 def test_bad_cache_options(options):
     with pytest.raises((ValueError, TypeError)) as caught:

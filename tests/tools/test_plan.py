@@ -200,6 +200,9 @@ def test_recommendations_come_from_what_was_measured():
     assert plan.recommend(model, 8192, quality=1e-12)[0].strategy == "raw"
     streaming = plan.recommend(model, 100_000, workload="streaming")[0]
     assert "window" in streaming.strategy and streaming.options["policy"]["options"]["positions"] == "cache"
+    assert "attention over 4,096 tokens" in str(streaming.why)  # of the window
+    (note,) = (x for x in plan.plan(model, gpu="h200", context=100_000, workload="streaming").notes if "reading" in x)
+    assert f"takes {streaming.bytes / 4.8e9:.2f} ms" in note
     assert "+window" not in plan.recommend(model, 100_000, workload="retrieval")[0].strategy
     assert any("no eviction" in why for why in plan.recommend(model, 100_000, workload="multi-turn")[0].why)
     assert any("bias" in why for why in plan.recommend(plan.read("qwen2.5-7b"), 32_768)[0].why)

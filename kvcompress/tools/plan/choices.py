@@ -205,7 +205,7 @@ def recommend(
         reasons = [f"{show_gb(bytes_)} a request, {raw / bytes_:.2f}x smaller than raw at {tokens:,} tokens{dropped}"]
         if one != "raw":
             reasons.append(_quality(one, model.latent))
-            reasons += [said] if not model.latent and (said := _speed(one, tokens, isa)) else []
+            reasons += [said] if not model.latent and (said := _speed(one, kept + 4 if kept else tokens, isa)) else []
         if role == "recommended":
             reasons += [*why, *against]
         if model.biased and one.startswith("int4"):

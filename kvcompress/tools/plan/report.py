@@ -152,7 +152,7 @@ def _k(tokens: int) -> str:
 
 
 def _notes(
-    model: Model, tokens: int, memory: int, bandwidth: float | None, gpu: Any, reserve: float, chosen: str
+    model: Model, tokens: int, memory: int, bandwidth: float | None, gpu: Any, reserve: float, chosen: Choice
 ) -> list[str]:
     notes = []
     if model.trained and tokens > model.trained:
@@ -163,7 +163,7 @@ def _notes(
     if any(layer.kind == "linear_attention" for layer in model.layers):
         notes.append("states of linear-attention layers are not counted (they do not grow with the context)")
     if bandwidth:
-        step = exact(model, chosen, tokens).bytes / bandwidth / 1e6
+        step = chosen.bytes / bandwidth / 1e6
         raw = exact(model, "raw", tokens).bytes / bandwidth / 1e6
         notes.append(
             f"reading the cache of one request takes {step:.2f} ms a token at least ({raw:.2f} raw), "
@@ -231,7 +231,7 @@ def plan(
         model, tokens, batch, memory, usable, bandwidth, prefix, workload, quality,
         {str(r): held(model, r, tokens) for r in recipes}, found, [], choices,
         {kind: round(formula(other, tokens)) for kind, other in compared.items()}, shared,
-        _notes(model, tokens, memory, bandwidth, gpu, reserve, name),
+        _notes(model, tokens, memory, bandwidth, gpu, reserve, choices[0]),
     )  # fmt: skip
     if not made.fits:
         made.remedies = remedies(model, found, usable, memory, tokens, batch)
