@@ -156,7 +156,8 @@ def budget(path: str | Path | None = None) -> Figure:
 
 def latency(results: dict[str, Any] | None = None, path: str | Path | None = None) -> Figure:
     """Time of a decode step (ms) against context length, with fitted lines, and the length from which each format is
-    faster than raw. results: from `kvcompress.tools.cli.bench`. Default: results shipped with the package."""
+    faster than raw. results: from `kvcompress.tools.cli.bench`. Default: results shipped with the package. Raises
+    ValueError for results of a single length."""
     from .regression import break_even, fit
 
     if results is None:
@@ -171,6 +172,8 @@ def latency(results: dict[str, Any] | None = None, path: str | Path | None = Non
         title = f"one layer, {s['query_heads']} query and {s['kv_heads']} KV heads of {s['dim']}"
         title += f"; {m['isa']}, {m['threads']} threads"
     series = {name: points for name, points in series.items() if len(points) > 1}
+    if not series:
+        raise ValueError("plot: latency: expected times at two lengths or more, got one; bench --lengths 1024 4096")
     figure, (axis,) = _figure(7.6, 4.6)
     base = fit(next((points for name, points in series.items() if name.startswith("raw")), next(iter(series.values()))))
     for name, points in series.items():

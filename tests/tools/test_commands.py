@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcompress.tools import regression
+from kvcompress.tools import plot, regression
 from kvcompress.tools.cli import bench, info, main
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +68,10 @@ def test_bench(capsys, tmp_path):
         ("raw", 64), ("int8", 64), ("raw", 256), ("int8", 256)]  # fmt: skip
     assert all(0 < r["p10_ms"] <= r["ms"] <= r["p90_ms"] for r in found["rows"])
     assert printed(capsys, "plot", "latency", "--results", str(out), "--out", str(tmp_path / "l.png"))[0] == 0
+    one = {**found, "rows": found["rows"][:2]}
+    assert "never" not in bench.show(one), "one length does not tell"
+    with pytest.raises(ValueError, match="two lengths or more, got one"):
+        plot.latency(one)
     with pytest.raises(ValueError, match="at least 5 rounds"):
         bench.bench(rounds=2)
 

@@ -92,7 +92,8 @@ def show(found: dict[str, Any]) -> str:
     for name in found["lines"]:
         some = [cells[name, n] for n in lengths]
         even = found["lines"][name]["break_even"]
-        said = "-" if name == "raw" else "never" if even is None else f"{even:,.0f}"
+        known = name != "raw" and "raw" in found["lines"] and len(lengths) > 1
+        said = "-" if not known else "never" if even is None else f"{even:,.0f}"
         lines.append([name, *(f"{c['ms']:.3f} ({c['p10_ms']:.3f}-{c['p90_ms']:.3f})" for c in some), said])
     m, s = found["machine"], found["shape"]
     head = (
