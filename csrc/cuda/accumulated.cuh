@@ -66,6 +66,7 @@ KVC_DEVICE void kvc_accumulate_block(const kvc_call *call, const uint32_t kinds,
     kvc_query *q = kvc_group_query(call, 0);
     kvc_stage *stage = NULL;
     if (staged) stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, 1) + warp * kvc_stage_bytes(dims));
+    if (lane == 0) room->page[warp].pair = -1;
 
     for (int64_t row0 = 0; row0 < rows; row0 += 8) {
         kvc_barrier();

@@ -218,9 +218,10 @@ KVC_DEVICE int64_t kvc_attend_begin(const kvc_call *call, bool packs, kvc_place 
     place.share = (int)share, place.paged = (int)kvc_row_paged(&row);
     if (kvc_lane() == 0) room->row = row, room->place = place;
     if ((kvc_lane() & 7) == 0) room->from[warp] = from, room->to[warp] = to;
-    if (!packs) return -1;
     int sinks, start = kvc_start(from, to, &sinks);
-    return kvc_entry_ahead(&row, start + (kvc_lane() & 7), to);
+    int64_t entry = packs ? kvc_entry_ahead(&row, start + (kvc_lane() & 7), to) : -1;
+    if (kvc_lane() < KVC_WARPS) kvc_page_expect(call, place.h, &room->page[kvc_lane()]);
+    return entry;
 }
 
 /* For a call in which attention writes the one token per row (kvc_call.joined): whether columns [begin, end) contain
@@ -264,7 +265,7 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     int b = place.b, h = place.h, row0 = place.row0;
     if (b < 0) return;
     int64_t early = finds ? kvc_attend_begin(call, packs, place, room) : -1;
-    kvc_queries of = {b, call->a.Tq, kvc_seen(call) + call->a.T - call->a.Tq};
+    kvc_queries of = {b, call->a.Tq, (call->seen ? 0 : call->a.seen) + call->a.T - call->a.Tq, call->seen};
     if (call->lists.segments) {
         kvc_barrier();
         of = kvc_row_queries(&room->row);
@@ -297,10 +298,11 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     kvc_page_room *page = &room->page[warp];
     kvc_seen_by seen = kvc_seen_by_all(call, &room->row, q);
     int rotated = 0; /* the space of o */
-    uint8_t *known = NULL;
+    int64_t first = packs ? room->eight[warp].early[0] : kvc_entry_ahead(&room->row, start, end);
     const bool middles = kvc_sums_of(kinds, dims) > dims / 4;
     int owed = 0; /* number of pages whose code middles have not been subtracted yet */
     int64_t next = packs ? KVC_NOT_ASKED : kvc_entry_ahead(&room->row, start + 1, end); /* entry of column c + 1 */
+    uint8_t *known = kvc_page_known(page, first);
     KVC_ONCE for (int c = start; c < end; c = kvc_turn(c, &sinks, &end))
     {
         int64_t given = packs && c == start ? room->eight[warp].early[0] : -1;

@@ -158,7 +158,7 @@ KVC_DEVICE void kvc_wide_combine(const kvc_call *call, const kvc_row *row, int d
                 if (d < dim) o[k] += weight * x[n * dim + d];
             }
         }
-        kvc_put_out(call, row, b, h, (int)row0 + n, o, m, l, dim, kvc_thread(), false, THREADS, SUMS);
+        kvc_put_out(call, row, b, h, (int)row0 + n, o, m, l, dim, kvc_thread(), 1, THREADS, SUMS);
     }
 }
 
@@ -192,7 +192,7 @@ KVC_KERNEL(kvc_attend_wide, kvc_call, THREADS, 1)
         float m = w.room->m[n], l = w.room->nonfinite[n] ? NAN : w.room->l[n];
         if (row0 + n >= row->queries * a.group) continue;
         if (a.runs == 1) {
-            kvc_put_out(&a, row, b, h, (int)row0 + n, o[n], m, l, dim, kvc_thread(), false, THREADS, SUMS);
+            kvc_put_out(&a, row, b, h, (int)row0 + n, o[n], m, l, dim, kvc_thread(), 1, THREADS, SUMS);
             continue;
         }
         KVC_UNROLL for (int k = 0; k < SUMS; k++)

@@ -29,6 +29,11 @@ typedef struct kvc_made_of {
 } kvc_made_of;
 #define KVC_NONE_KIND 31
 
+/* Layout of a page in a pair of formats: byte offsets, and bytes. */
+typedef struct kvc_page_sizes {
+    int32_t v, k_meta, v_meta, mean, bytes;
+} kvc_page_sizes;
+
 /* A sequence's part of a call with sequences of different lengths (varlen.cu). */
 typedef struct kvc_segment {
     int32_t token, own, queries;   /* its first token in q, k, v and out; number of tokens in k and v; in q */
@@ -65,14 +70,17 @@ typedef struct kvc_call {
     uint32_t kinds, forms;
     int32_t form_at[6];                  /* byte offset of each form in eight query rows; the last is the total */
     kvc_made_of made_of[2][KVC_FORMATS]; /* V, K */
-    int64_t group, rows;                 /* GQA group size; query rows per block: of one KV head, token by token */
-    int64_t blocks, runs;                /* blocks of queries; runs of columns */
-    int64_t raw_ends;                    /* see kvc_ends_of */
-    float *partial;                      /* [lines, runs] x (rows x (Dv + 2)): o, m, l */
-    uint32_t *done;                      /* [lines] runs that are finished; 0 before and after the call */
-    int64_t lines;                       /* number of (sequence, head, block of queries) */
-    int64_t write_columns;               /* items of writing per (sequence, head) */
-    uint32_t *weights;                   /* weights stored for accumulated attention, or NULL: see kept.cuh */
+    /* K format << 8 | V format of the call's full pages if they can only have one, or -1; their layout */
+    int32_t pair;
+    kvc_page_sizes sizes;
+    int64_t group, rows;   /* GQA group size; query rows per block: of one KV head, token by token */
+    int64_t blocks, runs;  /* blocks of queries; runs of columns */
+    int64_t raw_ends;      /* see kvc_ends_of */
+    float *partial;        /* [lines, runs] x (rows x (Dv + 2)): o, m, l */
+    uint32_t *done;        /* [lines] runs that are finished; 0 before and after the call */
+    int64_t lines;         /* number of (sequence, head, block of queries) */
+    int64_t write_columns; /* items of writing per (sequence, head) */
+    uint32_t *weights;     /* weights stored for accumulated attention, or NULL: see kept.cuh */
     float *tops;
     int kept_blocks, kept_pairs;
     int eights;   /* q can be converted to fragments eight rows at a time (prepare.cuh) */
@@ -98,7 +106,18 @@ KVC_DEVICE void kvc_flag(uint32_t *flags, uint32_t bit)
 }
 
 /* kvc_align in 32 bits. */
-KVC_DEVICE int kvc_align_bytes(int n) { return (n + KVC_ALIGN - 1) & -KVC_ALIGN; }
+KVC_INLINE int kvc_align_bytes(int n) { return (n + KVC_ALIGN - 1) & -KVC_ALIGN; }
+
+KVC_INLINE kvc_page_sizes kvc_page_sizes_of(const kvc_made_of *k, const kvc_made_of *v, int tokens)
+{
+    kvc_page_sizes of;
+    of.v = kvc_align_bytes(tokens * k->codes);
+    of.k_meta = of.v + kvc_align_bytes(tokens * v->codes);
+    of.mean = of.k_meta + tokens * k->meta;
+    of.v_meta = of.k_meta + kvc_align_bytes(tokens * k->meta + k->dims);
+    of.bytes = of.v_meta + kvc_align_bytes(tokens * v->meta);
+    return of;
+}
 
 KVC_DEVICE bool kvc_takes(int format, int64_t dim)
 {
@@ -196,7 +215,7 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h)
     int64_t first = s->rows[2 * row.at + 1]; /* loaded together with the others: each load alone has the full latency */
     row.seen = kvc_seen(call);
     row.stored = kvc_row_stored(s, row.at, call->flags);
-    row.own = call->own_list ? call->own_count[b] : a->T;
+    row.own = a->T;
     row.batch = b, row.queries = a->Tq, row.query_slot = row.seen + a->T - a->Tq;
     row.own_page = (b * s->heads + h) * call->own_columns;
     if (call->lists.segments) {
@@ -205,10 +224,16 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h)
         row.query_slot = row.stored + of.own - of.queries;
         row.own_page = (int64_t)of.own_page * s->heads + h * of.own_columns;
     }
-    row.own_at = call->own_list && row.own < a->T ? call->own_list + b * a->T : NULL;
+    row.own_at = NULL;
     row.slots = s->slots ? s->slots + row.at * s->slot_capacity : NULL;
-    int64_t skipped = row.own_at && row.own ? row.own_at[0] : 0, own_first = row.seen + skipped;
-    bool own_run = row.own == 0 || !row.own_at || row.own_at[row.own - 1] - skipped == row.own - 1;
+    int64_t skipped = 0;
+    bool own_run = true;
+    if (call->own_list) { /* a branch: the compiler would wait even for loads whose predicate is false */
+        row.own = call->own_count[b];
+        if (row.own < a->T) row.own_at = call->own_list + b * a->T;
+        if (row.own_at && row.own) skipped = row.own_at[0], own_run = row.own_at[row.own - 1] - skipped == row.own - 1;
+    }
+    int64_t own_first = row.seen + skipped;
     row.first = row.stored ? first : own_first;
     row.contiguous = own_run && !row.slots && (row.stored == 0 || row.own == 0 || own_first == row.first + row.stored);
 
@@ -300,13 +325,16 @@ KVC_DEVICE kvc_view kvc_view_at(const kvc_call *call, const kvc_row *row, int64_
     return v;
 }
 
+#define KVC_MOST_ENDS 4
 /* A run's columns are split into parts, one for each warp of a group of rows. Columns that the first and the last of all
  * `parts` have less than others, at most `most`: those have the sinks and the open page, which take as long as several
  * pages. */
 KVC_INLINE int kvc_ends_of(uint32_t columns, uint32_t parts, int most)
 {
-    int ends = parts < 3 || columns < parts ? 0 : (int)((columns - parts) / (parts - 2)); /* one column is left */
-    return ends < most ? ends : most;
+    int ends = 0;
+    for (int n = 1; n <= KVC_MOST_ENDS; n++) /* one column is left; without a division, as it is done by each block */
+        ends += n <= most && parts > 2 && columns >= parts + (uint32_t)n * (parts - 2);
+    return ends;
 }
 
 /* What a block works on; b < 0: nothing. `line`: see kvc_call. Known once the row is: begin, end: its columns. share:

@@ -34,15 +34,15 @@ KVC_DEVICE kvc_query *kvc_group_query(const kvc_call *call, int group)
     return (kvc_query *)(kvc_shared + (sizeof(kvc_attend_room) + 127) / 128 * 128 + group * call->form_at[KVC_FORMS]);
 }
 
-/* Dim of a lane's k-th element of a row: every `step`-th dim, or every `step`-th pair. */
-KVC_DEVICE int kvc_part_dim(const bool pairs, int lane, const int step, int k)
+/* Dim of a lane's k-th element of a row: every `step`-th group of `wide` dims. */
+KVC_DEVICE int kvc_part_dim(const int wide, int lane, const int step, int k)
 {
-    return pairs ? 2 * (lane + step * (k >> 1)) + (k & 1) : lane + step * k;
+    return wide * (lane + step * (k / wide)) + k % wide;
 }
 
 /* Writes a row's result like the CPU's driver. o: the lane's `parts` of `dim` elements. */
 KVC_DEVICE void kvc_put_out(const kvc_call *call, const kvc_row *row, int b, int h, int r, float *o, float m, float l,
-                            int dim, int lane, const bool pairs, const int step, const int parts)
+                            int dim, int lane, const int wide, const int step, const int parts)
 {
     const kvc_attend_args *a = &call->a;
     int G = (int)call->group, t = row->queries == 1 ? 0 : (int)((uint32_t)r / (uint32_t)G), hq = h * G + r - t * G;
@@ -57,17 +57,17 @@ KVC_DEVICE void kvc_put_out(const kvc_call *call, const kvc_row *row, int b, int
     uint16_t *to = (uint16_t *)a->out.data + at;
     KVC_UNROLL for (int k = 0; k < parts; k++) o[k] = sees ? o[k] * inverse : 0;
     if (a->out.dtype == KVC_F32) {
-        KVC_UNROLL for (int k = 0; k < parts; k++) if (kvc_part_dim(pairs, lane, step, k) < dim)(
-            (float *)a->out.data)[at + kvc_part_dim(pairs, lane, step, k)] = o[k];
+        KVC_UNROLL for (int k = 0; k < parts; k++) if (kvc_part_dim(wide, lane, step, k) < dim)(
+            (float *)a->out.data)[at + kvc_part_dim(wide, lane, step, k)] = o[k];
         return;
     }
     if (narrow) KVC_UNROLL for (int k = 0; k < parts; k++) o[k] = kvc_saturate(o[k], most);
     KVC_UNROLL for (int k = 0; k < parts; k += 2)
     {
-        int d = kvc_part_dim(pairs, lane, step, k), next = kvc_part_dim(pairs, lane, step, k + 1);
+        int d = kvc_part_dim(wide, lane, step, k), next = kvc_part_dim(wide, lane, step, k + 1);
         float second = k + 1 < parts ? o[k + 1] : 0;
         uint32_t both = narrow ? kvc_pack_f16(o[k], second) : kvc_pack_bf16(o[k], second);
-        if (pairs && (uintptr_t)to % 4 == 0) {
+        if (wide > 1 && (uintptr_t)to % 4 == 0) {
             if (d < dim) *(uint32_t *)(to + d) = both;
             continue;
         }
@@ -88,27 +88,26 @@ KVC_DEVICE float *kvc_warp_sums(const kvc_call *call, int dims, int warp)
 }
 
 /* Adds the half-warp's parts of a row of sums to o. */
-KVC_DEVICE void kvc_add_part(const bool pairs, int lane, const int parts, const float *sum, float *o)
+KVC_DEVICE void kvc_add_part(const bool fours, int lane, const int parts, const float *sum, float *o)
 {
-    KVC_UNROLL for (int k = 0; k < parts; k += 2)
+    KVC_UNROLL for (int k = 0; k < parts; k += 4)
     {
-        const float *at = sum + kvc_part_dim(pairs, lane, 16, k);
-        uint64_t two = 0;
-        if (pairs) two = *(const uint64_t *)at;
-        o[k] += pairs ? kvc_f32_of_bits((uint32_t)two) : at[0];
-        o[k + 1] += pairs ? kvc_f32_of_bits((uint32_t)(two >> 32)) : at[16];
+        kvc_quad four = {{0, 0, 0, 0}};
+        if (fours) four = kvc_load_quad(sum + kvc_part_dim(4, lane, 16, k));
+        KVC_UNROLL for (int i = 0; i < 4; i++) o[k + i] +=
+            fours ? kvc_f32_of_bits(four.w[i]) : sum[kvc_part_dim(1, lane, 16, k + i)];
     }
 }
 
 /* Row n of the block, by a half-warp: adds its sums, rotated back if needed, and writes the result, or writes this
- * run's partial result `to`. pairs: rows are as wide as the kernel; the transform works for any assignment of dims to
+ * run's partial result `to`. fours: rows are as wide as the kernel; the transform works for any assignment of dims to
  * lanes. */
-KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, const bool pairs, int b, int h, int row0, int n,
+KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, const bool fours, int b, int h, int row0, int n,
                                int share, float *to)
 {
     const kvc_attend_room *room = (const kvc_attend_room *)kvc_shared;
     int lane = kvc_half_lane(), first = n / 8 * share, rows = (int)call->rows;
-    int Dv = pairs ? dims : (int)call->a.store.value_dim;
+    int Dv = fours ? dims : (int)call->a.store.value_dim;
     float m = -INFINITY, l = 0, o[KVC_PARTS] = {0};
     uint32_t warps[2] = {0, 0}; /* by the space of their sums */
     kvc_quad tops = kvc_load_quad(room->m[n % 8]), parts = kvc_load_quad(room->l[n % 8]);
@@ -124,16 +123,22 @@ KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, const bool 
         const float *sum = kvc_warp_sums(call, dims, 0) + n % 8 * kvc_sums_row(dims);
         KVC_ONCE for (uint32_t left = space ? warps[1] : warps[0]; left;
                       left >>= 1, sum += 8 * kvc_sums_row(dims)) if (left & 1)
-            kvc_add_part(pairs, lane, dims / 16, sum, o);
+            kvc_add_part(fours, lane, dims / 16, sum, o);
         if (space && warps[1]) kvc_rotate_parts(dims / 16, o, Dv);
     }
     if (row0 + n >= (int)(room->row.queries * call->group)) return;
     if (!to) {
-        kvc_put_out(call, &room->row, b, h, row0 + n, o, m, l, Dv, lane, pairs, 16, dims / 16);
+        kvc_put_out(call, &room->row, b, h, row0 + n, o, m, l, Dv, lane, fours ? 4 : 1, 16, dims / 16);
         return;
     }
-    KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (kvc_part_dim(pairs, lane, 16, k) < Dv)
-        to[n * Dv + kvc_part_dim(pairs, lane, 16, k)] = o[k];
+    KVC_UNROLL for (int k = 0; k < dims / 16; k += 4)
+    {
+        kvc_quad four;
+        KVC_UNROLL for (int i = 0; i < 4; i++) four.w[i] = kvc_f32_bits(o[k + i]);
+        if (fours) kvc_store_quad(to + n * Dv + kvc_part_dim(4, lane, 16, k), four);
+        KVC_UNROLL for (int i = 0; i < 4; i++) if (!fours && kvc_part_dim(1, lane, 16, k + i) < Dv)
+            to[n * Dv + kvc_part_dim(1, lane, 16, k + i)] = o[k + i];
+    }
     if (lane == 0) {
         to[rows * Dv + n] = m;
         to[rows * (Dv + 1) + n] = l;
@@ -152,16 +157,30 @@ KVC_DEVICE bool kvc_comes_last(uint32_t *done, uint32_t blocks, uint32_t *shared
     return *shared;
 }
 
+/* Dims that a lane takes together when runs are merged. */
+KVC_INLINE int kvc_combined_wide(int dims) { return dims < 128 ? 2 : 4; }
+
 /* Adds `batch` runs of a row, `each` elements apart, weighted by the values in lanes 0 and up; only the first `many` if
  * `some`. All loads are issued together, because a block that runs alone at the end would wait for each. */
 KVC_DEVICE void kvc_add_runs(const int dims, const bool some, const int batch, int Dv, int many, int each, float w,
                              const float *x, float *o)
 {
+    const int wide = kvc_combined_wide(dims), words = wide / 2;
     uint64_t two[16][KVC_CUDA_DIM / 64];
-    KVC_UNROLL for (int i = 0; i < batch; i++) KVC_UNROLL for (int k = 0; k < dims / 64; k++)
+    KVC_UNROLL for (int i = 0; i < batch; i++) KVC_UNROLL for (int k = 0; k < dims / 64; k += words)
     {
-        two[i][k] = 0;
-        if (!some || (i < many && 2 * kvc_lane() + 64 * k < Dv)) two[i][k] = *(const uint64_t *)(x + i * each + 64 * k);
+        const float *at = x + i * each + 64 * k;
+        if (!some && words == 2) {
+            kvc_quad four = kvc_load_quad(at);
+            KVC_UNROLL for (int h = 0; h < 2; h++) two[i][k + h] = (uint64_t)four.w[2 * h + 1] << 32 | four.w[2 * h];
+            continue;
+        }
+        KVC_UNROLL for (int h = 0; h < words; h++)
+        {
+            two[i][k + h] = 0;
+            if (i < many && kvc_part_dim(wide, kvc_lane(), 32, 2 * (k + h)) < Dv)
+                two[i][k + h] = *(const uint64_t *)(at + 2 * h);
+        }
     }
     KVC_UNROLL for (int i = 0; i < batch; i++)
     {
@@ -198,7 +217,7 @@ KVC_DEVICE void kvc_combine(const kvc_call *call, const kvc_row *row, const int 
     if (most > rows) most = rows;
     KVC_ONCE for (int n = kvc_warp(); n < most; n += KVC_WARPS)
     {
-        const float *of = from + rows * Dv + n + lane * each, *x = from + n * Dv + 2 * lane;
+        const float *of = from + rows * Dv + n + lane * each, *x = from + n * Dv + kvc_combined_wide(dims) * lane;
         float w[2], sums[2], l = 0, top = -INFINITY, o[KVC_CUDA_DIM / 32];
         KVC_UNROLL for (int i = 0; i < 2; i++)
         {
@@ -224,7 +243,7 @@ KVC_DEVICE void kvc_combine(const kvc_call *call, const kvc_row *row, const int 
             float by = kvc_shuffle_f(run < 32 ? w[0] : w[1], (lane + run) & 31);
             kvc_add_runs(dims, true, 4, Dv, runs - run, each, by, x + run * each, o);
         }
-        kvc_put_out(call, row, b, h, row0 + n, o, top, l, Dv, lane, true, 32, dims / 32);
+        kvc_put_out(call, row, b, h, row0 + n, o, top, l, Dv, lane, kvc_combined_wide(dims), 32, dims / 32);
     }
 }
 

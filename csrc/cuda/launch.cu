@@ -57,7 +57,8 @@ static int dims_of(const kvc_attend_args *a)
 /* Cost of decode for a warp, in instructions: per page of 64 tokens and 128 dims, and before and after its pages.
  * Counted in sm_90 code, as is the extra cost of the last block for merging runs (`make gpu-budget` evaluates this
  * model for its choices). alone: cycles per instruction of a warp that runs alone and waits for its own latencies (from
- * replays of the code with its encoded stalls and documented latencies: tests/sass/replay.py). */
+ * replays of the code with its encoded stalls and documented latencies: tests/sass/replay.py). Of int2 it is 3.3; 3.6
+ * keeps three blocks per multiprocessor, as they were timed (decision 190). */
 typedef struct kvc_cost {
     /* The first entry that includes a kind of the call's pages is used; entries are sorted by cost per page. */
     uint32_t kinds;
@@ -65,13 +66,14 @@ typedef struct kvc_cost {
     int raw; /* pages that take as long as one of sinks, or an open one, whose code is not in caches: measured */
 } kvc_cost;
 static const kvc_cost costs[] = {
-    {1u << KVC_KIND_INT2, 618, 2436, 3.6, 4}, {1u << KVC_KIND_INT4, 649, 2430, 3.7, 4},
-    {1u << KVC_KIND_INT8, 1411, 1544, 5, 2},  {1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2, 1230, 1592, 5, 2},
-    {KVC_RAW_KINDS, 1263, 1473, 5, 2},
+    {1u << KVC_KIND_INT2, 611, 2448, 3.6, 4},  {1u << KVC_KIND_INT4, 637, 2442, 3.6, 4},
+    {1u << KVC_KIND_INT8, 1248, 1539, 3.1, 2}, {1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2, 1116, 1548, 3.5, 2},
+    {KVC_RAW_KINDS, 968, 1888, 3.9, 2},
 };
 static const kvc_cost others = {0, 1000, 3000, 5, 2}; /* not counted: long calls, wide heads, staged pages */
-#define JOIN 595.
-#define JOIN_RUN 16.
+/* For each row that a warp of the last block merges. */
+#define JOIN 330.
+#define JOIN_RUN 7.1
 /* Cycles per instruction of a scheduler that always has a warp ready to issue. */
 #define ISSUE (1 / .6)
 
@@ -94,6 +96,8 @@ static int64_t runs_of(const kvc_call *call, kvc_cost of, int64_t columns, int64
                        int64_t resident)
 {
     int64_t best = 1, most = columns / share < MOST_RUNS ? columns / share : MOST_RUNS, wave = processors * resident;
+    int64_t rows = call->a.Tq * call->group,
+            merged = ((rows < call->rows ? rows : call->rows) + KVC_WARPS - 1) / KVC_WARPS;
     double least = INFINITY;
     for (int64_t runs = 1; runs <= (most > 1 ? most : 1); runs++) {
         int64_t blocks = call->lines * runs, left = (blocks % wave + processors - 1) / processors;
@@ -101,7 +105,7 @@ static int64_t runs_of(const kvc_call *call, kvc_cost of, int64_t columns, int64
         int64_t all = columns + 2 * kvc_ends_of((uint32_t)columns, (uint32_t)parts, (int)call->raw_ends);
         double warp = (double)((all + parts - 1) / parts) * of.page + of.ends;
         double cost = warp * ((double)(blocks / wave) * issued(resident, of.alone) + issued(left, of.alone));
-        if (runs > 1) cost += (JOIN + JOIN_RUN * (double)runs) * (double)call->rows / 8 * of.alone;
+        if (runs > 1) cost += (JOIN + JOIN_RUN * (double)runs) * (double)merged * of.alone;
         if (cost < least) least = cost, best = runs;
     }
     return best;
@@ -153,6 +157,20 @@ static kvc_made_of made_of(uint32_t kinds, int format, int key, const kvc_store 
     made.kind = (uint8_t)kvc_kind_in(kinds, format);
     made.rotated = f.rotated && made.kind != KVC_KIND_STAGED; /* staged pages are rotated back when decoded */
     return made;
+}
+
+/* Sets the pair of formats of the call's full pages if its pages, besides raw ones, have one format. formats: 0: any. */
+static void expect(uint32_t formats, kvc_call *call)
+{
+    int f = call->own_raw;
+    call->pair = -1;
+    for (int i = KVC_RAW_BF16 + 1; i < KVC_FORMATS; i++)
+        if (formats >> i == 1) f = i;
+    if (!formats || formats & ~((2u << KVC_RAW_BF16) - 1) & ~(1u << f)) return;
+    const kvc_made_of *k = &call->made_of[1][f], *v = &call->made_of[0][f];
+    if (k->kind == KVC_NONE_KIND || v->kind == KVC_NONE_KIND || !(call->kinds >> k->kind & 1)) return;
+    call->pair = f << 8 | f;
+    call->sizes = kvc_page_sizes_of(k, v, (int)call->a.store.page_size);
 }
 
 /* Whether q has 16-bit elements and 16-byte aligned rows as wide as the kernel, and needs only forms of that type. */
@@ -233,6 +251,7 @@ int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t long
     for (int form = 0; form <= KVC_FORMS; form++) call->form_at[form] = kvc_form_at(forms, form, dims);
     for (int f = 0; f < KVC_FORMATS; f++)
         for (int key = 0; key < 2; key++) call->made_of[key][f] = made_of(call->kinds, f, key, s);
+    expect(formats, call);
     call->own_page = (T + KVC_TILE - 1) / KVC_TILE * KVC_TILE;
     if (call->own_page > s->page_size || T == 0) call->own_page = s->page_size;
     call->own_columns = a->Tq ? (T + call->own_page - 1) / call->own_page : 0;

@@ -36,6 +36,31 @@ KVC_DEVICE kvc_side kvc_value_side(const kvc_page_room *page, const kvc_page_at 
     return side;
 }
 
+/* Sets what depends on the formats, except for their pair. */
+KVC_DEVICE void kvc_page_fill(const kvc_store *s, int key, int value, int tokens, const kvc_made_of *k,
+                              const kvc_made_of *v, const kvc_page_sizes *sizes, kvc_page_room *page)
+{
+    page->key.format = key, page->key.key = 1, page->key.dim = s->key_dim, page->key.tokens = tokens;
+    page->value.format = value, page->value.key = 0, page->value.dim = s->value_dim, page->value.tokens = tokens;
+    page->key_kind = k->kind, page->value_kind = v->kind;
+    page->centred = kvc_kind_bits(k->kind) < 8, page->rotated = v->rotated;
+    page->v = sizes->v, page->k_meta = sizes->k_meta, page->v_meta = sizes->v_meta, page->mean = sizes->mean;
+    page->bytes = sizes->bytes;
+}
+
+/* Prepares for the only pair of formats that full pages can have, if the host knows it. */
+KVC_DEVICE void kvc_page_expect(const kvc_call *call, int h, kvc_page_room *page)
+{
+    const kvc_store *s = &call->a.store;
+    page->pair = call->pair;
+    if (call->pair < 0) return;
+    int key = call->pair >> 8, value = call->pair & 255, group = s->table_heads == 1 ? (int)s->heads : 1;
+    page->base = s->arena + (group > 1 ? (int64_t)call->sizes.bytes * h : 0);
+    page->most = s->arena_bytes - (int64_t)call->sizes.bytes * group;
+    kvc_page_fill(s, key, value, (int)s->page_size, &call->made_of[1][key], &call->made_of[0][value], &call->sizes,
+                  page);
+}
+
 /* A page of another pair of formats than the last one, with entry `given` if that is not negative. No data if there is
  * no page, or no shared memory for its kinds. */
 KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, uint32_t kinds, int h, int c,
@@ -57,9 +82,8 @@ KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, u
     uint8_t *base = NULL;
     kvc_made_of k = {0, 0, 0, KVC_NONE_KIND, 0}, v = k;
     if (entry >= 0 && key < KVC_FORMATS && value < KVC_FORMATS) k = call->made_of[1][key], v = call->made_of[0][value];
-    int k_meta = kvc_align_bytes(tokens * k.codes), token_meta = tokens * k.meta, v_at = k_meta;
-    k_meta += kvc_align_bytes(tokens * v.codes);
-    int v_meta = k_meta + kvc_align_bytes(token_meta + k.dims), bytes = v_meta + kvc_align_bytes(tokens * v.meta);
+    const kvc_page_sizes sizes = kvc_page_sizes_of(&k, &v, tokens);
+    int bytes = sizes.bytes;
     if (k.kind != KVC_NONE_KIND && v.kind != KVC_NONE_KIND) {
         base = s->arena + (group > 1 ? (int64_t)bytes * h : 0);
         most = s->arena_bytes - (int64_t)bytes * group;
@@ -76,13 +100,9 @@ KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, u
     }
     kvc_warp_barrier();
     if (kvc_lane() == 0) {
-        page->key.format = key, page->key.key = 1, page->key.dim = s->key_dim, page->key.tokens = tokens;
-        page->value.format = value, page->value.key = 0, page->value.dim = s->value_dim, page->value.tokens = tokens;
-        page->key_kind = k.kind, page->value_kind = v.kind;
-        page->centred = kvc_kind_bits(k.kind) < 8, page->rotated = v.rotated;
         page->pair = stored && c > 0 ? key << 8 | value : -1;
-        page->v = v_at, page->k_meta = k_meta, page->v_meta = v_meta, page->mean = k_meta + token_meta;
-        page->bytes = bytes, page->base = base, page->most = most;
+        page->base = base, page->most = most;
+        kvc_page_fill(s, key, value, tokens, &k, &v, &sizes, page);
     }
     kvc_warp_barrier();
     return at;

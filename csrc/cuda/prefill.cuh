@@ -204,7 +204,7 @@ KVC_DEVICE void kvc_prefill_finish(const kvc_call *call, const kvc_row *row, con
         float o[KVC_PARTS];
         KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] = sum[n * dims + 16 * k + lane];
         if (!to) {
-            kvc_put_out(call, row, b, h, row0 + n, o, m[n], l[n], dims, lane, false, 16, dims / 16);
+            kvc_put_out(call, row, b, h, row0 + n, o, m[n], l[n], dims, lane, 1, 16, dims / 16);
             continue;
         }
         KVC_UNROLL for (int k = 0; k < dims / 16; k++) to[n * dims + 16 * k + lane] = o[k];

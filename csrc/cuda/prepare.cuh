@@ -24,7 +24,7 @@ KVC_INLINE uint32_t kvc_forms_of(uint32_t kinds)
 /* Row r of the call's queries of (b, h). */
 typedef struct kvc_query_row {
     const uint8_t *at; /* NULL: no row */
-    int32_t slot;
+    int32_t slot;      /* without kvc_queries.seen; -1: no row */
 } kvc_query_row;
 
 KVC_DEVICE kvc_query_row kvc_query_row_of(const kvc_call *call, const kvc_queries *of, int h, int r)
@@ -130,16 +130,25 @@ KVC_DEVICE void kvc_put_rotated(const int bits, const int dims, float x[KVC_HALV
         KVC_UNROLL for (int i = 0; i < 2; i++) q->part[bits == 2][kvc_warp()][2 * kvc_lane() + i] = sum[i];
 }
 
-/* Stores the 16-bit forms; this is the warp's share. */
-KVC_DEVICE void kvc_put_halves(const kvc_call *call, const bool bf16, uint32_t forms, const int dims, const uint8_t *at,
-                               uint32_t flip, float inverse, kvc_query *q)
+/* The i-th of `many` quads in registers. */
+KVC_DEVICE kvc_quad kvc_quad_at(const int many, const kvc_quad *of, int i)
+{
+    kvc_quad w = of[0];
+    KVC_UNROLL for (int m = 1; m < many; m++) KVC_UNROLL for (int k = 0; k < 4; k++) w.w[k] =
+        i == m ? of[m].w[k] : w.w[k];
+    return w;
+}
+
+/* Stores the 16-bit forms of q's words `of`; this is the warp's share. */
+KVC_DEVICE void kvc_put_halves(const kvc_call *call, const bool bf16, uint32_t forms, const int dims,
+                               const kvc_quad *of, float inverse, kvc_query *q)
 {
     int lane = kvc_lane(), t = lane & 3;
     KVC_UNROLL for (int k = 0; k < (dims + 127) / 128; k++)
     {
         int m = kvc_warp() + KVC_WARPS * k, place = (2 * m + (t >> 1)) * 32 + (lane & ~3) + 2 * (t & 1);
         if (dims < 128 && m >= dims / 32) break;
-        kvc_quad w = kvc_query_words(at ? at + 64 * m : NULL, flip);
+        kvc_quad w = kvc_quad_at(dims < 128 ? dims / 32 : KVC_WARPS, of + KVC_WARPS * k, kvc_warp());
         if (bf16) {
             if (forms >> KVC_FORM_BF16 & 1) kvc_store_quad((uint8_t *)q + call->form_at[KVC_FORM_BF16] + 8 * place, w);
             KVC_UNROLL for (int i = 0; i < 4; i++) w.w[i] =
@@ -163,17 +172,18 @@ KVC_DEVICE void kvc_query_eight(const kvc_call *call, const kvc_queries *of, con
     float scale = fmaxf(fabsf(call->a.scale), 1e-30f), x[KVC_HALVES][4], factor[2];
     kvc_query_row row = kvc_query_row_of(call, of, h, r + n);
     const uint8_t *at = row.at ? row.at + 16 * t : NULL;
+    int32_t seen = kvc_warp() == 0 && of->seen ? (int32_t)*of->seen : 0; /* loaded together with q */
     kvc_quad w[KVC_CUDA_DIM / 32];
     KVC_UNROLL for (int m = 0; m < dims / 32; m++) w[m] = kvc_query_words(at ? at + 64 * m : NULL, flip);
     uint32_t most = kvc_query_most(bf16, dims, w), bad = most >= (bf16 ? 0x7f80 : 0x7c00), rows = 0;
     if (kvc_warp_any(bad)) {
-        if (bad) at = NULL, most = 0;
+        if (bad) most = 0;
         KVC_UNROLL for (int m = 0; m < dims / 32; m++) KVC_UNROLL for (int i = 0; i < 4; i++) if (bad) w[m].w[i] = 0;
         KVC_UNROLL for (int k = 0; k < 8; k++) rows |= kvc_shuffle(bad, 4 * k) << k;
     }
     uint32_t e = bf16 ? most >> 7 : kvc_f32_bits(kvc_widen(most, 0)) >> 23;
     uint32_t unit = (e < 20 ? 20 : e > 252 ? 252 : e) << 23, inverse = 0x7f000000 - unit;
-    kvc_put_halves(call, bf16, forms, dims, at, flip, kvc_f32_of_bits(inverse), q);
+    kvc_put_halves(call, bf16, forms, dims, w, kvc_f32_of_bits(inverse), q);
     if (forms & (1u << KVC_FORM_INT4 | 1u << KVC_FORM_INT2)) {
         const float norm = dims == 64 ? .125f : dims == 128 ? .088388347648318447f : .0625f;
         KVC_UNROLL for (int i = 0; i < 2; i++) factor[i] =
@@ -184,7 +194,7 @@ KVC_DEVICE void kvc_query_eight(const kvc_call *call, const kvc_queries *of, con
     }
     if (kvc_warp() || t) return;
     float of_unit = kvc_f32_of_bits(unit) * scale;
-    q->slot[n] = row.slot;
+    q->slot[n] = row.slot < 0 ? -1 : row.slot + seen;
     q->step[KVC_FORM_BF16][n] = scale;
     q->step[KVC_FORM_F16][n] = q->step[KVC_FORM_MEAN][n] = bf16 ? of_unit : scale;
     q->step[KVC_FORM_INT4][n] = q->step[KVC_FORM_INT2][n] = of_unit * (1 / (1024 * KVC_GRAIN));
@@ -227,7 +237,6 @@ KVC_DEVICE void kvc_prepare_rows(const kvc_call *call, const kvc_queries *of, ui
 KVC_DEVICE void kvc_prepare(const kvc_call *call, const kvc_queries *of, const uint32_t kinds, const int dims, int h,
                             int row0, int groups)
 {
-    kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
     const uint32_t forms = call->forms & kvc_forms_of(kinds);
     if (kvc_thread() < groups) {
         kvc_query *q = kvc_group_query(call, kvc_thread());
@@ -235,7 +244,6 @@ KVC_DEVICE void kvc_prepare(const kvc_call *call, const kvc_queries *of, const u
         if (!call->eights) q->nonfinite = 0;
         KVC_UNROLL for (int form = 0; form < KVC_FORMS; form++) q->at[form] = call->form_at[form];
     }
-    if (kvc_lane() == 0) room->page[kvc_warp()].pair = -1;
     if (call->eights) {
         KVC_ONCE for (int group = 0; group < groups; group++) if (call->a.q.dtype == KVC_BF16)
             kvc_query_eight(call, of, true, forms, dims, h, row0 + 8 * group, kvc_group_query(call, group));

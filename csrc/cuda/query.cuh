@@ -161,13 +161,15 @@ KVC_DEVICE void kvc_put_form(const kvc_call *call, kvc_query *q, int form, int d
         -total * KVC_GRAIN * (bits == 4 ? 7.5f : 1.5f);
 }
 
-/* The call's queries of a sequence: its index in q, their number, slot of the first. */
+/* The call's queries of a sequence: its index in q, their number, slot of the first. seen: added to the slot if not
+ * NULL; loaded where it is needed. */
 typedef struct kvc_queries {
     int64_t batch, count, slot;
+    const int64_t *seen;
 } kvc_queries;
 KVC_DEVICE kvc_queries kvc_row_queries(const kvc_row *row)
 {
-    kvc_queries of = {row->batch, row->queries, row->query_slot};
+    kvc_queries of = {row->batch, row->queries, row->query_slot, NULL};
     return of;
 }
 
@@ -196,7 +198,7 @@ KVC_DEVICE void kvc_query_fill(const kvc_call *call, const kvc_queries *of, kvc_
         if (a->scale < 0) x[k] = -x[k]; /* steps are positive */
     }
     if (kvc_half_lane() == 0) {
-        q->slot[n] = there ? (int32_t)(of->slot + token) : -1;
+        q->slot[n] = there ? (int32_t)(of->slot + token + (of->seen ? *of->seen : 0)) : -1;
         if (any) kvc_atomic_or(&q->nonfinite, 1u << n);
     }
     float most = kvc_absmax(x, dims / 16);
