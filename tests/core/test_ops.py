@@ -266,7 +266,7 @@ def test_bad_arguments(case):
     ("table: expected pages inside the arena", lambda a: a.__setitem__(1, a[1][:64])),
     ("rows: expected a length", lambda a: a[3].fill_(10**9)),
     ("rows: expected a first slot", lambda a: a[3][..., 1].fill_(-1)),
-    ("expected page_size", lambda a: a.__setitem__(9, 40)),
+    ("page_size: expected", lambda a: a.__setitem__(9, 40)),
     ("expected heads", lambda a: a.__setitem__(5, 0)),
 ])  # fmt: skip
 def test_bad_reads_say_read(text, change):
