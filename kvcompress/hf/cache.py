@@ -262,6 +262,7 @@ class KVCache(MovableCache, DisplayMixin):
         """Removes slots from the end. tokens_to_remove: their number as a negative int (-3: the last 3), as in
         transformers. Raises ValueError and changes nothing if a sliding-window layer no longer has the tokens of the
         earlier window (see `activate_past_recording`), or if a layer has recurrent states."""
+        self.forward_pass.check_there()
         tokens_to_remove = checks.cropped(tokens_to_remove)
         for layer in (x for x in self.layers if isinstance(x, SlidingPagedLayer)):
             layer.check_crop(tokens_to_remove)
@@ -302,8 +303,7 @@ class KVCache(MovableCache, DisplayMixin):
             for layer in others:
                 native_layers.change_rows(layer, method, argument)
             if paged := committed_layers(self):
-                again = method == "batch_repeat_interleave"
-                index = copies(paged[0].store.batch, argument) if again else argument
+                index = copies(paged[0].store.batch, argument) if method == "batch_repeat_interleave" else argument
                 select_rows([layer.store for layer in paged], index)
                 for layer in paged:
                     layer.changed()

@@ -184,6 +184,20 @@ def test_a_crop_that_is_refused_changes_nothing(recorded):
     assert torch.equal(run(m, cache, 1), run(m, twin, 1))
 
 
+def test_a_crop_of_a_suspended_cache_changes_nothing():
+    """Of layers that it leaves to transformers, like one with a window of 1, either."""
+    config = hf.Gemma3TextConfig(
+        **{**models.SIZE, "num_hidden_layers": 2}, layer_types=["sliding_attention", "full_attention"], sliding_window=1
+    )
+    m = hf.Gemma3ForCausalLM(config).eval()
+    cache = cache_of(m, "raw")
+    run(m, cache, 9)
+    cache.suspend()
+    with pytest.raises(ValueError, match="got a suspended one"):
+        cache.crop(-3)
+    assert cache.layers[0].get_seq_length() == 9
+
+
 # ---------------------------------------------------------------- passes interrupted elsewhere
 
 
