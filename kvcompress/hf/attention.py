@@ -264,20 +264,6 @@ def _of_chosen(
     return masks.of_chosen(_visible_of(mask, query, key, causal, window), indices, key.shape[2])
 
 
-def _on_pages(
-    block: Any, query: torch.Tensor, key: Any, value: torch.Tensor, mask: torch.Tensor | None,
-    scale: float, window: int, softcap: float, s_aux: torch.Tensor | None,
-) -> torch.Tensor | None:  # fmt: skip
-    """Causal attention by the op, which also stores the new tokens. None if the op does not support the call."""
-    other: Any = getattr(value, "block", None)
-    if (mask is not None and mask.dim() != 2) or other is not block:
-        return None
-    layer = block.layer
-    if layer.staged is not block and not (block.stamp == layer.stamp and block.pair is None):
-        return None
-    return key.attend(query, mask, scale=scale, window=window, softcap=softcap, s_aux=s_aux)
-
-
 def _dense_pair(
     module: torch.nn.Module, block: Any, query: torch.Tensor, key: Any, value: Any, mask: torch.Tensor | None,
     given_mask: torch.Tensor | None, causal: bool, window: int,
@@ -304,6 +290,30 @@ def _dense_pair(
     return key, value, mask, window
 
 
+def _on_pages(
+    module: torch.nn.Module, block: Any, query: torch.Tensor, key: Any, value: Any, mask: torch.Tensor | None,
+    given_mask: torch.Tensor | None, causal: bool, window: int, scale: float, softcap: float,
+    s_aux: torch.Tensor | None, with_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:  # fmt: skip
+    """Causal attention by the op, which also stores the new tokens. Weights are computed before, from dense K and V.
+    None if the op does not support the call."""
+    layer, weights = block.layer, None
+    ready = key.block is getattr(value, "block", None) and (
+        layer.staged is block or (block.stamp == layer.stamp and block.pair is None)
+    )
+    if not (causal and ready) or (mask is not None and mask.dim() != 2):
+        return None
+    if with_weights:
+        try:
+            block.dense_pair(store=False)
+            pair = _dense_pair(module, block, query, key, value, mask, given_mask, causal, window)
+            weights = _dense_attention(query, *pair[:3], scale, causal, pair[3], softcap, s_aux, None, 0.0, True)[1]
+        finally:
+            block.pair = None
+    out = key.attend(query, mask, scale=scale, window=window, softcap=softcap, s_aux=s_aux)
+    return None if out is None else (out, weights)
+
+
 def kvcompress_attention_forward(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
@@ -315,7 +325,7 @@ def kvcompress_attention_forward(
 
     For LazyKV of a KVCache layer, one op reads the compressed pages and stores the new tokens. Attention is dense for
     plain tensors (no cache, transformers' own layers) and for what the op does not support (4D masks, tokens selected
-    by an indexer, bidirectional attention, position bias, dropout, weights). Raises ValueError for unsupported
+    by an indexer, bidirectional attention, position bias, dropout), and for weights. Raises ValueError for unsupported
     arguments: `sinks`, `block_indices`, a 2D mask that does not match the keys.
     """
     causal = _is_causal(module, attention_mask) if is_causal is None else is_causal
@@ -350,13 +360,10 @@ def kvcompress_attention_forward(
         dropout = dropout if module.training else 0.0
         mask, causal = _flat(module, key, block, attention_mask, causal)
         if block is not None:
-            if causal and position_bias is None and not dropout and not with_weights:
-                out = _on_pages(block, query, key, value, mask, scale, window, cap, s_aux)
-                if out is not None:
-                    return out, None
-            key, value, mask, window = _dense_pair(
-                module, block, query, key, value, mask, attention_mask, causal, window
-            )  # fmt: skip
+            call = (module, block, query, key, value, mask, attention_mask, causal, window)
+            if position_bias is None and not dropout and (found := _on_pages(*call, scale, cap, s_aux, with_weights)):
+                return found
+            key, value, mask, window = _dense_pair(*call)
         return _dense_attention(
             query, key, value, mask, scale, causal, window, cap, s_aux, position_bias, dropout, with_weights
         )

@@ -29,27 +29,27 @@ class Block:
         self.layer, self.k, self.v, self.base = layer, k, v, base
         self.start = layer.start_of(base)  # first slot of the dense K and V
         self.stamp = -1  # the layer's stamp when the block was committed
-        self.pair: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.pair: Any = None  # K and V, see `dense_pair`
         self.not_evicted: torch.Tensor | None = None  # bool [B, 1 or H, base]: False at evicted slots
 
-    def dense_pair(self, own: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def dense_pair(self, own: torch.Tensor | None = None, store: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V [B, H, base - start + T, D]: stored tokens decoded, the new tokens exact. Commits the block if it is
-        staged; own: bool [B, T], False at padding, if known."""
+        staged, unless `store` is False; own: bool [B, T], False at padding, if known."""
         if self.pair is None:
-            evict = self.layer.store.eviction
-            self.not_evicted = evict.not_evicted() if evict else None
-            if self.layer.staged is self:
-                self.pair = self.layer.commit(own, partial(self.layer.store.append_dense, start=self.start))
-                return self.pair
-            if self.stamp != self.layer.stamp:
+            if self.layer.staged is not self and self.stamp != self.layer.stamp:
                 raise RuntimeError(
                     "kvcompress: expected the keys of the layer's latest update, got older ones; "
                     "use them before the next update, crop or reorder"
                 )
-            keys, values = self.layer.store.dense(self.start)
-            first = self.base - self.start
-            keys[:, :, first:], values[:, :, first:] = self.k, self.v
-            self.pair = (keys, values)
+            self.not_evicted = evict.not_evicted() if (evict := self.layer.store.eviction) else None
+            if self.layer.staged is self and store:
+                self.pair = self.layer.commit(own, partial(self.layer.store.append_dense, start=self.start))
+            else:
+                stored, first = self.layer.store.dense(self.start), self.base - self.start
+                self.pair = (
+                    torch.cat([stored[0][:, :, :first], self.k], 2),
+                    torch.cat([stored[1][:, :, :first], self.v], 2),
+                )
         return self.pair
 
 

@@ -81,16 +81,18 @@ def test_switching_implementations_midway():
     assert error(got, want) < 1e-5
 
 
-def test_output_attentions_comes_from_the_dense_path():
-    def call(m, cache):
+def test_output_attentions_are_those_of_eager_attention():
+    def call(m, cache, seen=True):
         with torch.no_grad():
             m(ids(1, 20), past_key_values=cache)
-            return m(ids(1, 3, seed=1), past_key_values=cache, output_attentions=True)
+            return m(ids(1, 3, seed=1), past_key_values=cache, output_attentions=seen)
 
     got, want = dense_twin(call)
     assert error(got.logits, want.logits) < 1e-5
     for a, b in zip(got.attentions, want.attentions, strict=True):
         assert a.shape == b.shape and error(a, b) < 1e-5
+    m = select(model("llama"), "kvcompress")
+    assert torch.equal(got.logits, call(m, cache_of(m, "raw"), seen=False).logits)
 
 
 @pytest.mark.parametrize("name", models.CONFIGS)
