@@ -175,12 +175,12 @@ def latency(results: dict[str, Any] | None = None, path: str | Path | None = Non
     if not series:
         raise ValueError("plot: latency: expected times at two lengths or more, got one; bench --lengths 1024 4096")
     figure, (axis,) = _figure(7.6, 4.6)
-    base = fit(next((points for name, points in series.items() if name.startswith("raw")), next(iter(series.values()))))
+    base = next((name for name in series if name.startswith("raw")), next(iter(series)))
     for name, points in series.items():
         line, colour = fit(points), _FORMATS.get(name, "#2f7fc1")
-        even = break_even(base, line)
-        said = ": never faster" if even is None else f": faster from {'the start' if even < 64 else f'{even:,.0f}'}"
-        said = "" if name.startswith(("raw", "sdpa")) else said
+        even = break_even(fit(series[base]), line)
+        since = "" if even is None else f" from {'the start' if even < 64 else f'{even:,.0f}'}"
+        said = f": {'' if since else 'never '}faster than {base}{since}" if name != base and "sdpa" not in name else ""
         axis.plot(*zip(*points, strict=True), "o", color=colour, markersize=5,
                   label=f"{name}, {1e6 * line[1]:.0f} ns a token{said}")  # fmt: skip
         ends = [points[0][0], points[-1][0]]

@@ -26,6 +26,11 @@ def test_plan(capsys, tmp_path):
     status, text = printed(capsys, "plan", "--config", "llama-3-70b", "--gpu", "16GB", "--context", "32k", "--json")
     found = json.loads(text)
     assert status == 3 and not found["fits"] and found["remedies"] and found["formula"] == 10_737_418_240
+    for prefix, tokens in (("1k", 1024), ("1000", 1000), ("0", 0)):
+        found = json.loads(
+            printed(capsys, "plan", "--config", MODEL, "--context", "2k", "--prefix", prefix, "--json")[1]
+        )
+        assert (found["prefix"] or {"tokens": 0})["tokens"] == tokens
     picture = tmp_path / "s.png"
     assert printed(capsys, "plan", "--config", MODEL, "--context", "1k", "--plot", str(picture))[0] == 0
     assert picture.stat().st_size > 10_000
@@ -157,6 +162,12 @@ def test_doctor_knows_what_vllm_is_not_served(family):
         (["plan", "--config", "llama-3-8b", "--gpu", "80XB"], "gpu: expected an amount"),
         (["plan", "--config", "llama-3-8b", "--context", "-3"], "context: expected tokens"),
         (["plan", "--config", "llama-3-8b", "--workload", "x"], "workload: expected one of"),
+        (["plan", "--config", "llama-3-8b", "--prefix", "x"], "prefix: expected tokens such as"),
+        (["plan", "--config", "llama-3-8b", "--steps", "int8", "int4"], "expected --steps with --measure MODEL TEXT"),
+        (
+            ["plan", "--config", "llama-3-8b", "--out", "x", "--windows", "2"],
+            "expected --out and --windows with --meas",
+        ),
         (["plan", "--measure", MODEL, "nowhere.txt"], "expected a file with text"),
         (["plot", "pie"], "expected one of pareto"),
         (["plot", "latency", "--results", str(ROOT / "package.json")], "--results: expected a file"),

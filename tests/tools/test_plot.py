@@ -54,6 +54,19 @@ def test_pareto_of_results_and_what_it_refuses(tmp_path):
         plot.draw("pie", tmp_path / "y.png")
 
 
+def test_latency_names_the_format_it_compares_with():
+    rows = [{"format": name, "tokens": n, "ms": ms * n}
+            for n in (1024, 4096) for name, ms in (("int8", 2e-3), ("int4", 1e-3), ("raw", 3e-3))]  # fmt: skip
+    about = {"shape": {"query_heads": 8, "kv_heads": 2, "dim": 64}, "machine": {"isa": "avx2", "threads": 1}}
+    for base, names in (("raw", ("int8", "int4", "raw")), ("int8", ("int8", "int4"))):
+        figure = plot.latency({**about, "rows": [row for row in rows if row["format"] in names]})
+        labels = {str(line.get_label()).split(",")[0]: str(line.get_label()) for line in figure.axes[0].lines}
+        assert labels["int4"].endswith(f"faster than {base} from the start") and "faster" not in labels[base]
+    slower = [{**row, "ms": row["ms"] * (9 if row["format"] == "int4" else 1)} for row in rows]
+    labels = [str(line.get_label()) for line in plot.latency({**about, "rows": slower}).axes[0].lines]
+    assert any(x.startswith("int4,") and x.endswith("never faster than raw") for x in labels)
+
+
 def test_savings_of_a_plan():
     figure = plot.savings(plan("llama-3-8b", context=4096))
     assert "llama-3-8b, 4,096 tokens" in figure.axes[0].get_title()

@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 NOTHING_FITS = 3
 """Exit status of `plan` if nothing fits."""
+_OF_MEASURE = ("out", "window", "windows", "calibration", "steps")  # arguments of `plan --measure` alone
 
 
 def _print(args: argparse.Namespace, found: Any, text: str) -> None:
@@ -37,6 +38,8 @@ def plan(args: argparse.Namespace) -> int:
         return 0
     if args.measure:
         return _measure(args)
+    if alone := [f"--{name}" for name in _OF_MEASURE if getattr(args, name) is not None]:
+        raise ValueError(f"plan: expected {' and '.join(alone)} with --measure MODEL TEXT, got no --measure")
     if args.config is None:
         raise ValueError("plan: expected --config MODEL (a name, a config.json or its folder), got none; see --list")
     from ..plan import plan as make
@@ -72,8 +75,8 @@ def _measure(args: argparse.Namespace) -> int:
         raise ValueError(f"plan: --measure MODEL TEXT: expected a file with text, got {text!r}")
     found = search(
         model, Path(text), context=read_tokens(args.context or 4096), quality=args.quality, out=args.out,
-        progress=not args.quiet, window=args.window, windows=args.windows, calibration=args.calibration,
-        steps=args.steps,
+        progress=not args.quiet, window=1024 if args.window is None else args.window,
+        windows=2 if args.windows is None else args.windows, calibration=args.calibration, steps=args.steps or (),
     )  # fmt: skip
     path = Path(args.out or "results") / "strategy.json"
     if found.chosen:
@@ -181,7 +184,7 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
         help="number of parameters, such as 70.6e9, if the config does not contain it",
     )
     p.add_argument(
-        "--prefix", type=int, default=0, metavar="TOKENS", help="length of the prefix shared by all requests"
+        "--prefix", default=0, metavar="TOKENS", help="length of the prefix shared by all requests, such as 512 or 1k"
     )
     p.add_argument(
         "--requests", type=int, default=16, metavar="N", help="number of requests that share the prefix (default: 16)"
@@ -199,13 +202,12 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
     p.add_argument("--list", action="store_true", help="well-known models")
     p.add_argument("--measure", nargs=2, metavar=("MODEL", "TEXT"), help="search per-layer formats and budgets")
     p.add_argument("--out", metavar="DIR", help="for --measure: writes strategy.json, and data to resume")
-    p.add_argument("--window", type=int, default=1024, metavar="N", help="for --measure: compressed tokens per window")
-    p.add_argument("--windows", type=int, default=2, metavar="N", help="for --measure: number of windows")
+    p.add_argument("--window", type=int, metavar="N", help="for --measure: compressed tokens per window (1024)")
+    p.add_argument("--windows", type=int, metavar="N", help="for --measure: number of windows (2)")
     p.add_argument("--calibration", metavar="FILE", help="for --measure: calibration from `calibrate`")
     p.add_argument(
         "--steps",
         nargs="+",
-        default=(),
         metavar="K/V",
         help="for --measure: formats to try for each layer, the largest first",
     )

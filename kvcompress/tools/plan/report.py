@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ... import _C
 from .choices import Choice, floor_of, recommend, regime
 from .fit import FORMATS, WEIGHT_BITS, Cell, cells, held, remedies
 from .models import OURS, Model, read
@@ -185,8 +186,8 @@ def _given(model: Model, weight_bits: tuple[float, ...], parameters: float | Non
 def plan(
     config: Any, *, gpu: str | int | None = None, context: str | int | None = None, batch: int = 1,
     weight_bits: tuple[float, ...] = WEIGHT_BITS, formats: tuple[str, ...] = FORMATS, parameters: float | None = None,
-    prefix: int = 0, requests: int = 16, workload: str = "auto", quality: str | float = "high", drafts: bool = False,
-    reserve: float = 0.1, page_size: int = 64, isa: str | None = None,
+    prefix: str | int = 0, requests: int = 16, workload: str = "auto", quality: str | float = "high",
+    drafts: bool = False, reserve: float = 0.1, page_size: int = 64, isa: str | None = None,
 ) -> Plan:  # fmt: skip
     """Computes the size of a model's caches, what fits on a device, and which format to use.
 
@@ -198,7 +199,8 @@ def plan(
         batch: number of concurrent requests.
         weight_bits, formats: bits per parameter, and cache formats ("int8", K/V as "int8/int4"), to consider.
         parameters: number of parameters. Default: from the config.
-        prefix: number of first tokens shared by all requests; requests: number of requests for its savings.
+        prefix: number of first tokens shared by all requests, as `context`; requests: number of requests for its
+            savings.
         workload, quality, drafts, isa: see `recommend`. Default of isa: this CPU's.
         reserve: share of the memory for everything else.
         page_size: tokens per page.
@@ -207,15 +209,13 @@ def plan(
     """
     model = _given(read(config), weight_bits, parameters)
     tokens = read_tokens(context if context is not None else model.trained or 4096)
+    prefix = read_tokens(prefix, "prefix") if prefix not in (0, "0") else 0
     if batch < 1 or requests < 1 or not 0 <= prefix <= tokens or not 0 <= reserve < 1:
         raise ValueError(
             "plan: expected a batch and requests of at least 1, a prefix up to the context and a reserve from 0 to 1, "
             f"got {batch}, {requests}, {prefix}, {reserve}"
         )
-    if isa is None:
-        from ... import _C
-
-        isa = _C.isa()
+    isa = _C.isa() if isa is None else isa
     memory, bandwidth = read_device(gpu) if gpu is not None else (0, None)
     usable = round(memory * (1 - reserve))
     recipes = [recipe_of(text, page_size=page_size) for text in formats]
