@@ -14,8 +14,6 @@
 #define COARSE_COLUMNS 64
 #define COARSE_SHARE 0.5f
 
-#define MANY_ROWS 128 /* wide kernels may convert codes to a wider type for more rows than this */
-
 /* ---------------------------------------------------------------- queries */
 
 /* False if the row times `factor` contains NaN or Inf: an all-ones exponent carries into the sign bit. */
@@ -110,8 +108,8 @@ static void score(kvc_work *w, const kvc_side *key, kvc_query *query, int64_t st
     int64_t tiles = kvc_ceil_div(stored, KVC_TILE);
     kvc_qk_fn *own = kernels->qk[key->format];
     query->form = &query->forms[kvc_format_rotated(key->format)];
-    kvc_qk_args args = {key->tiles, key->meta, query, r0, n, key->page_size, tiles, ahead, s, ld, NULL, false, ready};
-    args.wide = w->wide[query == &w->query ? 0 : 2], args.many = w->rows > MANY_ROWS;
+    kvc_qk_args args = {key->tiles, key->meta, query, r0, n, key->page_size, tiles, ahead, s, ld, NULL, ready, w->rows};
+    args.wide = w->wide[query == &w->query ? 0 : 2];
     if (wide && goes_wide(wide, key, stored, n)) {
         wide->qk[key->format](&args);
         return;
@@ -146,8 +144,8 @@ static void add_values(kvc_work *w, const kvc_side *value, int64_t stored, const
     float *o = w->o[kvc_format_rotated(f)] + r0 * Dv;
     kvc_pv_fn *own = kernels->pv[f];
     kvc_pv_args args = {value->tiles, value->meta, p, ld, n,    Dv,    value->page_size,
-                        stored,       digits,      0, o,  NULL, false, ready};
-    args.wide = w->wide[1], args.many = w->rows > MANY_ROWS, args.ahead = ready ? 0 : ahead;
+                        stored,       digits,      0, o,  NULL, ready, w->rows};
+    args.wide = w->wide[1], args.ahead = ready ? 0 : ahead;
     if (wide && goes_wide(wide, value, stored, n)) {
         wide->pv[f](&args);
         return;

@@ -54,9 +54,10 @@ typedef struct kvc_qk_args {
     float *s;
     int64_t ld;
     /* wide kernels: memory for the page's codes as they multiply them, 2 bytes per element; ready: an earlier call for
-     * the same page has converted them; many: there are so many calls that conversion costs little */
+     * the same page has converted them */
     uint8_t *wide;
-    bool many, ready;
+    bool ready;
+    int64_t all_rows; /* query rows of all calls for this page */
 } kvc_qk_args;
 typedef void kvc_qk_fn(const kvc_qk_args *args);
 
@@ -80,7 +81,8 @@ typedef struct kvc_pv_args {
     ptrdiff_t ahead; /* as for K */
     float *o;
     uint8_t *wide; /* as for K */
-    bool many, ready;
+    bool ready;
+    int64_t all_rows;
 } kvc_pv_args;
 typedef void kvc_pv_fn(const kvc_pv_args *args);
 

@@ -22,6 +22,9 @@
  * retired, so reading after each tile would stall. */
 #define TILES (KVC_WIDE_STEP / KVC_TILE)
 
+/* Above this number of rows, codes are converted to bf16. */
+#define MANY_ROWS 128
+
 /* Sums of a product with both limbs of q (or p), by row; for a block of few rows, the second limb's are below. */
 typedef struct limb_sums {
     _Alignas(64) int32_t high[KVC_WIDE][KVC_TILE], low[KVC_WIDE][KVC_TILE];
@@ -111,7 +114,7 @@ INLINE void int_qk(int BITS, kvc_qk_args args)
 }
 void kvc_amx_qk_int8(const kvc_qk_args *args)
 {
-    if (args->many)
+    if (args->all_rows > MANY_ROWS)
         kvc_amx_qk_many_int8(args);
     else
         int_qk(8, *args);
@@ -176,7 +179,7 @@ INLINE void int_pv(int BITS, kvc_pv_args args)
 /* For many rows, as bf16 (amx_floats.c): planes are first unpacked to the second half of `wide`. */
 INLINE void pv(int BITS, kvc_pv_args args, kvc_pv_fn *as_bf16)
 {
-    if (!args.many) {
+    if (args.all_rows <= MANY_ROWS) {
         int_pv(BITS, args);
         return;
     }

@@ -27,8 +27,8 @@ static inline int32_t kvc_stored_bytes(int64_t n) { return (int32_t)((1u << (8 *
     CALL(isa, int4, INT4)                                                                                              \
     CALL(isa, int3, INT3) CALL(isa, int2, INT2) CALL(isa, int4_lloyd, INT4_LLOYD) CALL(isa, int2, CAL2)
 #define KVC_COMMON_KERNELS(CALL, isa) KVC_FLOAT_KERNELS(CALL, isa) KVC_INT_KERNELS(CALL, isa)
-#define KVC_BF16_KERNELS(CALL, isa)                                                                                    \
-    CALL(isa, raw_bf16, RAW_BF16) CALL(isa, fp8_e4m3, FP8_E4M3) CALL(isa, fp8_e5m2, FP8_E5M2)
+#define KVC_FP8_KERNELS(CALL, isa) CALL(isa, fp8_e4m3, FP8_E4M3) CALL(isa, fp8_e5m2, FP8_E5M2)
+#define KVC_BF16_KERNELS(CALL, isa) CALL(isa, raw_bf16, RAW_BF16) KVC_FP8_KERNELS(CALL, isa)
 #define KVC_OWN_KERNELS(CALL, isa) KVC_COMMON_KERNELS(CALL, isa) KVC_BF16_KERNELS(CALL, isa)
 #define KVC_DECLARE(isa, name, ID)                                                                                     \
     kvc_qk_fn kvc_##isa##_qk_##name;                                                                                   \

@@ -22,10 +22,25 @@ bool kvc_avx512bf16_halves(const kvc_query_form *form, int64_t rows, int64_t dim
     return !(_mm512_reduce_or_epi32(any) & 0x7fff);
 }
 
+/* Raw pages of few rows wait for memory. Zen 5 then takes up to 21% less time with the fp32 products of avx512 than with
+ * vdpbf16ps, although those take a third longer in cache: loads of this page from L2 seem to wait behind the next page's
+ * prefetches if these are issued faster than memory answers. */
+#define FEW_ROWS 8
+static void qk_raw_bf16(const kvc_qk_args *args)
+{
+    args->all_rows <= FEW_ROWS ? kvc_avx512_qk_raw_bf16(args) : kvc_avx512bf16_qk_raw_bf16(args);
+}
+static void pv_raw_bf16(const kvc_pv_args *args)
+{
+    args->all_rows <= FEW_ROWS ? kvc_avx512_pv_raw_bf16(args) : kvc_avx512bf16_pv_raw_bf16(args);
+}
+
 const kvc_kernels kvc_kernels_avx512bf16 = {.name = "avx512bf16",
                                             .halves = kvc_avx512bf16_halves,
                                             KVC_AVX512_TABLE,
+                                            .qk[KVC_RAW_BF16] = qk_raw_bf16,
+                                            .pv[KVC_RAW_BF16] = pv_raw_bf16,
                                             KVC_COMMON_KERNELS(KVC_ENTRY, avx512)
-                                                KVC_BF16_KERNELS(KVC_ENTRY, avx512bf16)};
+                                                KVC_FP8_KERNELS(KVC_ENTRY, avx512bf16)};
 KVC_TARGET_END
 #endif
