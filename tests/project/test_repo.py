@@ -40,6 +40,18 @@ def test_links_lead_somewhere():
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_a_version_that_is_not_released_is_called_so():
+    """Until a release, builds have the version before it (RELEASING.md)."""
+    version, date = re.search(r"^## \[(.+?)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M).groups()
+    built = re.search(r'^VERSION = "(.+)"$', (ROOT / "setup.py").read_text(), re.M)[1]
+    said = " ".join((ROOT / "docs/migration.md").read_text().split())
+    assert (date == "unreleased") == (built != version)
+    coming = date == "unreleased" and f"## From kvcompress {built.rpartition('.')[0]}" in said
+    assert coming == (
+        f"It is not released yet: the repository has the new names, and its builds call themselves {built}" in said
+    )
+
+
 @pytest.mark.parametrize("example", ["paged_layer.py"])
 def test_examples_run(example):
     command = [sys.executable, str(ROOT / "examples" / example)]
