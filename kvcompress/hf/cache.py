@@ -49,7 +49,7 @@ class KVCache(MovableCache, DisplayMixin):
         config: `model.config` itself, not a copy: the cache reads from it which attention the model uses.
         key_or_format: format of K and V ("raw", "int8", "fp8_e4m3", "int4", ...) or one for each, "int8/int4".
             Default: "int8".
-        key, value: format of K and of V; `value` defaults to `key`.
+        key, value: format of K and of V, in place of that of `key_or_format`; `value` defaults to `key`.
         policy: eviction policy, one of `kvcompress.policies`; None keeps all tokens. See docs/eviction.md.
         sinks: number of first tokens of each row that stay raw. Default: the policy's sinks; 4 without a policy.
         residual_length: minimum number of newest tokens that stay raw. None: those of the newest page. 0: none; tokens
@@ -102,6 +102,8 @@ class KVCache(MovableCache, DisplayMixin):
     ) -> None:
         text = text_config(config)
         checks.policy(policy)
+        if key_or_format and key and value:
+            raise ValueError(f"KVCache: expected a format, or key and value, got {key_or_format!r}, {key!r}, {value!r}")
         first, second = pair(key_or_format or key or "int8", "KVCache: a format")
         key, value = key or first, value or second
         self.key, self.value, self._masks_itself = key, value, masks_itself(config)
@@ -216,7 +218,8 @@ class KVCache(MovableCache, DisplayMixin):
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
                 f"KVCache: layer_idx: expected 0 to {len(self.layers) - 1}, got {layer_idx}; "
-                "was the cache made from this model's config?"
+                "was the cache made from this model's config? If that counts encoder_layers of a decoder alone "
+                "(MBartForCausalLM), set its encoder_layers to decoder_layers first"
             )
         layer: Any = self.layers[layer_idx]
         if torch.compiler.is_dynamo_compiling():

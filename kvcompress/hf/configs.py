@@ -11,7 +11,8 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 CACHE_ARGUMENT = ALL_CACHE_NAMES[0]
 """Name of the cache argument of models and `generate`: "past_key_values", or "cache" from transformers 5.24 on."""
 
-_DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
+# Decoders whose configs say is_decoder=False, or neither that nor `use_cache`.
+_DECODERS = ("gpt_neox", "gpt_neox_japanese", "inkling_text", "diffusion_gemma_text", "xlm", "xlnet", "openai-gpt")
 # Decoders that do not support the kvcompress attention, and why, which the config does not show.
 _ALONE = {
     "doge": "doge attention works on the 4D masks of eager and sdpa",
@@ -61,18 +62,16 @@ def masks_itself(config: Any) -> bool:
 def text_config(config: Any) -> PreTrainedConfig:
     """The decoder's part of a model's config. Raises ValueError unless the model is a decoder-only language model."""
     if not isinstance(config, PreTrainedConfig):
-        got = type(config).__name__
-        raise TypeError(f"KVCache: config: expected a transformers config (model.config), got {got}")
+        raise TypeError(f"KVCache: config: expected a transformers config (model.config), got {type(config).__name__}")
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
-    decodes = getattr(text, "is_decoder", True) or text.model_type in _DECODERS
-    encodes = text.is_encoder_decoder or not decodes
-    if encodes or not hasattr(text, "vocab_size"):
-        alone = isinstance(getattr(config, "decoder", None), PreTrainedConfig)
+    decodes = getattr(text, "is_decoder", hasattr(text, "use_cache")) or text.model_type in _DECODERS
+    if text.is_encoder_decoder or not decodes or not hasattr(text, "vocab_size"):
         raise ValueError(
             f"KVCache: config: expected a decoder-only language model, got {type(config).__name__} "
             f"({config.model_type}); encoder-decoder and encoder models are not supported"
             + (", but their decoders are: call enable(model.decoder), and pass transformers."
-               "EncoderDecoderCache(KVCache(model.config.decoder), DynamicCache())" if alone else "")
+               "EncoderDecoderCache(KVCache(model.config.decoder), DynamicCache())"
+               if isinstance(getattr(config, "decoder", None), PreTrainedConfig) else "")
         )  # fmt: skip
     if text.model_type in ("minimax", "rwkv"):
         raise ValueError(

@@ -23,9 +23,12 @@ class H2OCache(KVCache):
 
     def __init__(
         self, config: PreTrainedConfig, budget: int | float, recent: int | None = None, sinks: int = 4, *,
-        score: str = "mean", heads: str = "each", key_or_format: str | None = "raw", **options: Any,
+        score: str = "mean", heads: str = "each", key_or_format: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(config, key_or_format, policy=H2O(budget, recent, sinks, score=score, heads=heads), **options)
+        super().__init__(
+            config, key_or_format, policy=H2O(budget, recent, sinks, score=score, heads=heads),
+            **(options if key_or_format else {"key": "raw", **options}),
+        )  # fmt: skip
 
 
 class StreamingLLMCache(KVCache):
@@ -41,7 +44,10 @@ class StreamingLLMCache(KVCache):
     """
 
     def __init__(
-        self, config: PreTrainedConfig, sinks: int = 4, window: int = 1020, *, key_or_format: str | None = "raw",
+        self, config: PreTrainedConfig, sinks: int = 4, window: int = 1020, *, key_or_format: str | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(config, key_or_format, policy=StreamingLLM(sinks, window), **options)
+        super().__init__(
+            config, key_or_format, policy=StreamingLLM(sinks, window),
+            **(options if key_or_format else {"key": "raw", **options}),
+        )  # fmt: skip

@@ -116,10 +116,10 @@ class PrefixCache(
         return self._made(options) if options else copy.deepcopy(self._empty)
 
     def _made(self, options: dict[str, Any]) -> KVCache:
-        options = {**self.options, **options}
+        args, options = (() if {"key", "value"} <= options.keys() else self.args), {**self.options, **options}
         if options.get("group") is not None:
             raise ValueError("PrefixCache: expected all tokens on this rank, got group=, which shards them")
-        cache = KVCache(self.config, *self.args, pool=self.pool, **options)
+        cache = KVCache(self.config, *args, pool=self.pool, **options)
         for index, layer in enumerate(cache.layers):
             if not isinstance(layer, PagedLayer) or layer.is_sliding:
                 raise ValueError(

@@ -20,7 +20,7 @@ from generation import (
 )
 from models import ids, left_pads, model
 
-from kvcompress import KVCache
+from kvcompress import H2OCache, KVCache, StreamingLLMCache
 from kvcompress.hf.lazy import LazyKV
 
 
@@ -125,6 +125,14 @@ def test_formats_by_name():
     )  # fmt: skip
     cache = KVCache(config, "int8", value="int4", residual_length=32)
     assert (cache.key, cache.value) == ("int8", "int4") and cache.layers[0].options["residual_length"] == 32
+    assert (KVCache(config, "int8", key="int4").key, KVCache(config, "int8", key="int4").value) == ("int4", "int8")
+    with pytest.raises(ValueError, match="expected a format, or key and value, got 'int4', 'int8', 'int8'"):
+        KVCache(config, "int4", key="int8", value="int8")
+    for make in (H2OCache, StreamingLLMCache):
+        found = [make(config, 8), make(config, 8, key="int8", value="int4"), make(config, 8, value="int8")]
+        assert [(x.key, x.value) for x in found] == [("raw", "raw"), ("int8", "int4"), ("raw", "int8")]
+        with pytest.raises(ValueError, match="or key and value, got"):
+            make(config, 8, key_or_format="int4", key="int8", value="int8")
 
 
 # ---------------------------------------------------------------- figures

@@ -85,3 +85,25 @@ def test_the_whole_config_is_refused_with_what_to_pass():
         KVCache(m.config)
     with pytest.raises(ValueError, match="encoder models are not supported$"):
         enable(hf.BertModel(ENCODER))
+
+
+@pytest.mark.parametrize("config", [hf.CLIPConfig, hf.SiglipConfig, hf.DistilBertConfig, hf.Wav2Vec2Config])
+def test_encoders_are_refused(config):
+    """Their configs do not say that they are none."""
+    with pytest.raises(ValueError, match="expected a decoder-only language model, got .*encoder models are not supp"):
+        KVCache(config())
+
+
+def test_a_decoder_alone_of_which_transformers_counts_the_encoder():
+    """The error says how to make it count its own layers."""
+    config = DECODERS["mbart"]()
+    config.encoder_layers, config.decoder_layers, config.is_decoder = 2, 3, True
+    torch.manual_seed(0)
+    m = hf.MBartForCausalLM(config).eval()
+    options = {"max_new_tokens": 8, "do_sample": False}
+    want = m.generate(ids(2, 20), **options, use_cache=False)
+    assert enable(m, verbose=False).fused
+    with pytest.raises(ValueError, match=r"expected 0 to 1, got 2; .*set its encoder_layers to decoder_layers first"):
+        m.generate(ids(2, 20), past_key_values=KVCache(m.config, "raw"), **options)
+    m.config.encoder_layers = m.config.decoder_layers
+    assert torch.equal(m.generate(ids(2, 20), past_key_values=KVCache(m.config, "raw"), **options), want)
