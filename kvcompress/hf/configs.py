@@ -68,7 +68,8 @@ def text_config(config: Any) -> PreTrainedConfig:
     if text.is_encoder_decoder or not decodes or not hasattr(text, "vocab_size"):
         raise ValueError(
             f"KVCache: config: expected a decoder-only language model, got {type(config).__name__} "
-            f"({config.model_type}); encoder-decoder and encoder models are not supported"
+            f"({config.model_type}); encoder-decoder and encoder models are not supported (decoders have "
+            "config.is_decoder or config.use_cache)"
             + (", but their decoders are: call enable(model.decoder), and pass transformers."
                "EncoderDecoderCache(KVCache(model.config.decoder), DynamicCache())"
                if isinstance(getattr(config, "decoder", None), PreTrainedConfig) else "")

@@ -83,7 +83,7 @@ def test_the_whole_config_is_refused_with_what_to_pass():
     m = build("bert")
     with pytest.raises(ValueError, match=r"EncoderDecoderCache\(KVCache\(model.config.decoder\), DynamicCache\(\)\)"):
         KVCache(m.config)
-    with pytest.raises(ValueError, match="encoder models are not supported$"):
+    with pytest.raises(ValueError, match="not supported .decoders have config.is_decoder or config.use_cache.$"):
         enable(hf.BertModel(ENCODER))
 
 
