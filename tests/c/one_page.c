@@ -42,8 +42,8 @@ int main(int argc, char **argv)
     kvc_query query = {.rows = ROWS, .dim = DIM, .forms = {form}};
     for (int i = 1; i < KVC_SPACES; i++) query.forms[i] = form;
     query.form = &query.forms[0];
-    kvc_qk_args k = {tiles, meta, &query, 0, ROWS, TOKENS, TOKENS / KVC_TILE, 0, s, TOKENS, NULL, false, false};
-    kvc_pv_args v = {tiles, meta, p, TOKENS, ROWS, DIM, TOKENS, TOKENS, KVC_P_BF16, 0, o, NULL, false, false};
+    kvc_qk_args k = {tiles, meta, &query, 0, ROWS, TOKENS, TOKENS / KVC_TILE, 0, s, TOKENS, NULL, false, ROWS};
+    kvc_pv_args v = {tiles, meta, p, TOKENS, ROWS, DIM, TOKENS, TOKENS, KVC_P_BF16, 0, o, NULL, false, ROWS};
     for (int i = 0, calls = atoi(argv[3]); i < calls; i++) {
         kernels->qk[format](&k);
         kernels->pv[format](&v);

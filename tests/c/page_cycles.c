@@ -53,9 +53,9 @@ static double seconds(const kvc_kernels *kernels, int format, bool key, const kv
             for (int r = 0; r < rows; r += at_once) {
                 int n = rows - r < at_once ? rows - r : at_once;
                 kvc_qk_args k = {tiles, meta,           query,  r,    n,     TOKENS, TOKENS / KVC_TILE,
-                                 0,     s + r * TOKENS, TOKENS, room, false, false};
-                kvc_pv_args v = {tiles,  meta, p + r * TOKENS, TOKENS, n,     DIM,  TOKENS, TOKENS,
-                                 digits, 0,    o + r * DIM,    room,   false, false};
+                                 0,     s + r * TOKENS, TOKENS, room, false, rows};
+                kvc_pv_args v = {tiles,  meta, p + r * TOKENS, TOKENS, n,     DIM, TOKENS, TOKENS,
+                                 digits, 0,    o + r * DIM,    room,   false, rows};
                 if (key)
                     (wide ? kernels->wide->qk[format] : kernels->qk[format])(&k);
                 else
