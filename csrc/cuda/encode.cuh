@@ -65,7 +65,7 @@ KVC_DEVICE const uint8_t *kvc_source_row(const kvc_source *from, int64_t t)
 
 KVC_DEVICE void kvc_half_load(const kvc_source *from, int64_t t, int64_t dim, float *x)
 {
-    int parts = (int)(dim / 16);
+    int parts = KVC_WIDE_AGAIN((int)(dim / 16));
     if (from->x) {
         const uint8_t *row = kvc_source_row(from, t);
         EACH_PART(k, 0, parts)
@@ -165,6 +165,7 @@ KVC_DEVICE void kvc_encode_page(const kvc_side *side, const kvc_source *from, kv
     for (int64_t tile = 0; tile < side->tokens / KVC_TILE; tile++) {
         float x[KVC_PARTS];
         int64_t t = tile * KVC_TILE + kvc_half();
+        dim = KVC_WIDE_AGAIN(dim), lane = KVC_WIDE_AGAIN(lane);
         uint8_t *codes = room->codes + kvc_half() * dim;
         kvc_half_load(from, t, dim, x);
         if (keys == KVC_KEYS_CHANNEL) {
@@ -194,14 +195,13 @@ KVC_DEVICE int kvc_cell_place(int key, int bits, int dim, int t, int d)
 
 /* Writes tokens [t0, t0 + n) of a side from rows of the call: copied bits, or codes of a format that takes single
  * tokens. */
-KVC_DEVICE void kvc_store_rows(const kvc_side *side, const kvc_source *from, int64_t t0, int64_t n,
-                               kvc_encode_room *room)
+KVC_DEVICE void kvc_store_rows(const kvc_side *side, const kvc_source *from, int t0, int n, kvc_encode_room *room)
 {
     int bits = kvc_format_bits(side->format), dim = (int)side->dim;
-    for (int64_t tile = t0 / KVC_TILE; tile * KVC_TILE < t0 + n; tile++) {
-        uint8_t *out = side->tiles + tile * kvc_tile_bytes(side->format, dim);
+    for (int tile = t0 / KVC_TILE; tile * KVC_TILE < t0 + n; tile++) {
         int begin = (int)kvc_max(t0 - tile * KVC_TILE, 0), end = (int)kvc_min(t0 + n - tile * KVC_TILE, KVC_TILE);
         if (kvc_format_is_raw(side->format)) {
+            uint8_t *out = side->tiles + tile * kvc_tile_bytes(side->format, dim);
             for (int i = kvc_thread(); i < (end - begin) * dim; i += kvc_threads()) {
                 int t = begin + i / dim, d = i % dim;
                 const uint8_t *row = kvc_source_row(from, tile * KVC_TILE + t - t0);
@@ -216,11 +216,12 @@ KVC_DEVICE void kvc_store_rows(const kvc_side *side, const kvc_source *from, int
         }
         float x[KVC_PARTS];
         bool mine = kvc_half() >= begin && kvc_half() < end;
-        int64_t t = tile * KVC_TILE + (mine ? kvc_half() : begin);
+        int t = tile * KVC_TILE + (mine ? kvc_half() : begin);
         /* half-warps without a token repeat the first, which writes the same bytes */
         kvc_half_load(from, t - t0, dim, x);
         kvc_half_encode(side->format, x, dim, room->codes + kvc_half() * dim, side->meta, t, side->tokens, 1);
         kvc_barrier();
+        uint8_t *out = side->tiles + tile * kvc_tile_bytes(side->format, KVC_WIDE_AGAIN(dim));
         for (int i = kvc_thread(); i < (end - begin) * dim; i += kvc_threads()) {
             int c = begin + i / dim, d = i % dim;
             out[kvc_cell_place(side->key, bits, dim, c, d)] = room->codes[c * dim + d];

@@ -49,6 +49,12 @@ KVC_DEVICE void kvc_warp_barrier(void) { __syncwarp(); }
  * reads. */
 KVC_DEVICE void kvc_fence(void) { __threadfence(); }
 KVC_DEVICE bool kvc_warp_any(bool x) { return __any_sync(0xffffffff, x); }
+/* x, but as a number that the compiler does not know: what depends on it is computed again, not kept in registers. */
+KVC_DEVICE int kvc_again(int x)
+{
+    asm volatile("" : "+r"(x));
+    return x;
+}
 KVC_DEVICE uint32_t kvc_warp_most(uint32_t x) { return __reduce_max_sync(0xffffffff, x); }
 KVC_DEVICE uint32_t kvc_shuffle(uint32_t x, int lane) { return __shfl_sync(0xffffffff, x, lane); }
 KVC_DEVICE uint32_t kvc_shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffff, x, mask); }

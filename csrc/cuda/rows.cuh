@@ -12,6 +12,8 @@
 #define KVC_ROW_DIM KVC_CUDA_DIM
 #endif
 #define KVC_PARTS (KVC_ROW_DIM / 16)
+/* kvc_again in wide rows: with 36 parts, predicates and addresses of each that are kept from loop to loop spill. */
+#define KVC_WIDE_AGAIN(x) (KVC_ROW_DIM > KVC_CUDA_DIM ? kvc_again(x) : (x))
 #define EACH_PART(k, k0, k1) KVC_UNROLL for (int k = 0; k < KVC_PARTS; k++) if (k >= (k0) && k < (k1))
 
 KVC_DEVICE int kvc_half_lane(void) { return kvc_thread() & 15; }
@@ -190,6 +192,7 @@ KVC_DEVICE uint16_t kvc_half_spread(float *x, int dim, uint8_t *codes)
     KVC_UNROLL for (int h = 8; h > 0; h /= 2) a = fmaxf(a, kvc_shuffle_xor_f(a, h));
     bool tiny = a < 0x1p-100f;
     float scale = tiny ? 0.f : 1 / a;
+    lane = KVC_WIDE_AGAIN(lane);
     EACH_PART(k, 0, dim / 16)
     {
         x[k] *= scale;
@@ -197,6 +200,7 @@ KVC_DEVICE uint16_t kvc_half_spread(float *x, int dim, uint8_t *codes)
     }
     p = kvc_half_sum(p);
     float rms = sqrtf(p / (float)used), steps[2] = {tiny ? 0.f : 1 / rms, tiny ? 0.f : 1 / (KVC_FINE * rms)};
+    lane = KVC_WIDE_AGAIN(lane);
     EACH_PART(k, 0, dim / 16)
     {
         int d = 16 * k + lane;
@@ -311,6 +315,7 @@ KVC_DEVICE void kvc_half_decode(const kvc_side *side, int64_t t, float *x)
             if (each == 2) x[k] += kvc_scale_value(f.scale, side->meta + size * ((plane + 1) * P + t));
         }
     }
+    lane = KVC_WIDE_AGAIN(lane);
     if (f.rotated == KVC_DIGITS) EACH_PART(k, 0, parts)
         {
             int d = 16 * k + lane, low = dim - dim / 4 + d;

@@ -39,15 +39,17 @@ KVC_DEVICE void kvc_score_pass(const kvc_score_call *call, int64_t b, int64_t h,
     KVC_ONCE for (int64_t c = 0; c < kvc_columns_used(s, stored); c++)
     {
         int64_t first = kvc_column_first(c, s->sinks, s->page_size);
-        int64_t n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), stored - first);
+        int n = (int)kvc_min(kvc_column_size(c, s->sinks, s->page_size), stored - first);
         kvc_page page = kvc_page_of(s, kvc_entry_at(s, at, c), h, kvc_column_layout(c, s->sinks, s->page_size), flags);
         if (n <= 0 || !page.data) continue;
         kvc_side side = kvc_page_side(&page, call->kind != KVC_VALUE_NORM, s->key_dim, s->value_dim);
         int parts = (int)(side.dim / 16);
-        KVC_ONCE for (int64_t t0 = 0; t0 < n; t0 += HALVES)
+        KVC_ONCE for (int t0 = 0; t0 < n; t0 += HALVES)
         {
-            int64_t t = t0 + kvc_half(), i = first + t;
+            int t = t0 + kvc_half();
+            int64_t i = first + t;
             float x[KVC_PARTS];
+            side.dim = KVC_WIDE_AGAIN((int)side.dim);
             kvc_half_decode(&side, t < n ? t : 0, x);
             float norm = sqrtf(kvc_score_dot(x, NULL, parts));
             bool live = t < n && (!s->slots || s->slots[at * s->slot_capacity + i] >= 0);

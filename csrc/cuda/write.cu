@@ -124,7 +124,7 @@ KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 1)
             task.n = kvc_min(row->own - c * a.own_page, a.own_page);
         }
     }
-    if (task.side.tiles) kvc_store_rows(&task.side, &task.rows, task.t0, task.n, room);
+    if (task.side.tiles) kvc_store_rows(&task.side, &task.rows, (int)task.t0, (int)task.n, room);
     kvc_barrier();
     const kvc_side *to = &task.sealed, *old = &task.old;
     if (!to->tiles || (task.from_old && !old->tiles)) return;
@@ -172,7 +172,7 @@ KVC_KERNEL(kvc_pack_kernel, kvc_pack_call, KVC_WRITE_THREADS, 2)
     int64_t meta_end = (key ? l.k_meta : l.v_meta) + kvc_meta_bytes(side.format, key, side.dim, a.page_size);
     for (int64_t at = meta_end + kvc_thread(); at < (key ? l.v_meta : l.bytes); at += kvc_threads()) page.data[at] = 0;
     if (kvc_format_is_raw(side.format))
-        kvc_store_rows(&side, &rows, 0, a.page_size, room);
+        kvc_store_rows(&side, &rows, 0, (int)a.page_size, room);
     else
         kvc_encode_page(&side, &rows, room);
 }
@@ -274,7 +274,7 @@ KVC_KERNEL(kvc_store_kernel, kvc_store_call, KVC_WRITE_THREADS, 2)
     kvc_source rows = {NULL, key ? &a.a.k : &a.a.v, 0, h, t, NULL};
     rows.flags = a.a.flag ? (uint32_t *)a.a.flag : a.flags;
     rows.bit = a.a.flag ? 1 : 0;
-    kvc_store_rows(&side, &rows, in % a.a.page_size, 1, (kvc_encode_room *)kvc_shared);
+    kvc_store_rows(&side, &rows, (int)(in % a.a.page_size), 1, (kvc_encode_room *)kvc_shared);
 }
 
 /* ---------------------------------------------------------------- launchers */
