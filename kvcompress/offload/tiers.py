@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
 import secrets
+import shutil
 import tempfile
 import threading
 import weakref
@@ -40,24 +42,52 @@ class CopyThread:
 
     def __init__(self) -> None:
         self._begin()
+        _copy_threads.add(self)
 
     def _begin(self) -> None:
         self.process, self.worker = os.getpid(), ThreadPoolExecutor(1, "kvcompress copier")
+        self.used = False
 
     def start(self, job: Callable[[], T]) -> Future[T]:
         if self.process != os.getpid():
             self._begin()  # threads do not survive a fork
+        self.used = True
         return self.worker.submit(job)
+
+    def finish(self) -> None:
+        """Waits for all jobs."""
+        if self.used and self.process == os.getpid():
+            with contextlib.suppress(RuntimeError):  # the interpreter shuts down
+                self.worker.submit(int).result()
+
+
+_copy_threads: weakref.WeakSet[CopyThread] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """A child has no thread to finish a job, or to release a lock that the job holds."""
+    for thread in list(_copy_threads):
+        thread.finish()
+
+
+os.register_at_fork(before=_before_fork)
+
+
+def _remove(path: Path, process: int) -> None:
+    """Deletes a file or folder of `process`. In a forked child it does nothing: the parent still needs it."""
+    if process == os.getpid():
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 class Extent:
     """A block of bytes in a Tiers: in `memory`, or in the file `path`."""
 
-    __slots__ = ("__weakref__", "checksum", "mapped", "memory", "path", "size")
+    __slots__ = ("__weakref__", "checksum", "mapped", "memory", "path", "remove", "size")
 
     def __init__(self, memory: Bytes, checksum: int) -> None:
         self.memory: Bytes | None = memory
         self.path: Path | None = None
+        self.remove: Callable[[], Any] = int  # deletes the file, in the process that wrote it
         self.mapped: mmap.mmap | None = None  # the file, if mapped
         self.size, self.checksum = memory.size, checksum
 
@@ -101,7 +131,6 @@ class Tiers(
         if folder is not None and not os.path.isdir(folder):
             raise NotADirectoryError(f"Tiers: folder: expected an existing folder, got {folder}; create it first")
         self._folder, self._names = folder, itertools.count()
-        self._made: Any = None  # the temporary folder
 
     # ------------------------------------------------------------------ in and out
 
@@ -168,14 +197,14 @@ class Tiers(
         return memory
 
     def _map(self, path: Path, of: Extent) -> mmap.mmap:
-        """Maps and unlinks a file. Without a name it cannot be truncated, which would crash the process (SIGBUS)."""
+        """Maps and deletes a file. Without a name it cannot be truncated, which would crash the process (SIGBUS)."""
         with open(path, "rb") as file:
             if (size := os.fstat(file.fileno()).st_size) != of.size:
                 raise Damaged(f"Tiers: expected {of.size} bytes, got {size} in {path}; was the file changed?")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._compare(of, _C.checksum(np.frombuffer(mapped, np.uint8)))
         of.mapped = mapped
-        path.unlink(missing_ok=True)
+        of.remove()
         return mapped
 
     def _touch(self, extent: Extent, count: str) -> tuple[Bytes | None, Any]:
@@ -205,7 +234,7 @@ class Tiers(
             extent.memory = extent.mapped = None
             if extent.path is not None:
                 self.bytes["file"] -= extent.size
-                extent.path.unlink(missing_ok=True)
+                extent.remove()
                 extent.path = None
 
     def stats(self) -> dict[str, int]:
@@ -240,8 +269,8 @@ class Tiers(
     def _write(self, extent: Extent) -> None:
         """Moves an extent from memory to a new file; frees the memory once the file is written."""
         if self._folder is None:
-            self._made = tempfile.TemporaryDirectory(prefix="kvcompress-")
-            self._folder = self._made.name
+            self._folder = tempfile.mkdtemp(prefix="kvcompress-")
+            weakref.finalize(self, _remove, Path(self._folder), os.getpid())
         path = Path(self._folder) / f"{secrets.token_hex(8)}-{next(self._names)}.pages"
         try:
             with open(path, "xb") as file:  # O_EXCL: never overwrites a file or follows a link
@@ -253,4 +282,4 @@ class Tiers(
             self.bytes["host"] -= extent.size
         extent.memory, extent.path = None, path
         self.bytes["file"] += extent.size
-        weakref.finalize(extent, path.unlink, missing_ok=True)
+        extent.remove = weakref.finalize(extent, _remove, path, os.getpid())

@@ -285,35 +285,50 @@ def test_the_pool_fills_up_in_the_middle_of_a_batch() -> None:
 # ---------------------------------------------------------------- processes and threads
 
 FORK = """
-import os, sys, torch
-from test_faults import cache_goes_on, equal, filled
+import os, sys, time, traceback, torch
+from test_faults import cache_goes_on, equal, feed, filled
 from kvcompress import Tiers
 torch.set_num_threads(1)
+act = sys.argv[1]
 tiers = Tiers(host_bytes=0, file_bytes=None)
 cache = filled("plain")
-cache.use_tiers(tiers, resident=0, unit=1)
+cache.use_tiers(tiers, resident=0, unit=1, in_place=act == "in place")
 twin = filled("plain")
+if act == "prefetch":
+    feed(twin, 1, 60)
 want = cache_goes_on(twin)[0]
+if act == "prefetch":  # of the first layer, for the next pass: under way at the fork
+    load = tiers.load
+    tiers.load = lambda *of: (time.sleep(0.5), load(*of))
+    feed(cache, 1, 60)
 child = os.fork()
 if child == 0:  # a copy of everything but the threads
     ok = False
     try:
-        ok = equal(cache_goes_on(cache)[0], want)
+        if act == "drop":
+            cache.use_tiers(None)
+        if act != "exit":
+            ok = equal(cache_goes_on(cache)[0], want) or act == "in place"
         cache.pool.check()
+    except BaseException:
+        traceback.print_exc()
     finally:
-        sys.stdout.flush()
+        sys.stderr.flush()
+        if act == "exit":
+            sys.exit(0)  # with finalizers
         os._exit(0 if ok else 1)
 _, status = os.waitpid(child, 0)
 assert status == 0, status
-assert equal(cache_goes_on(cache)[0], want)
+assert equal(cache_goes_on(cache)[0], want) or act == "in place"
 print("both")
 """
 
 
-def test_fork_after_use() -> None:
-    """Parent and child continue with the cache's contents, including a tier (whose thread does not exist in the
-    child)."""
-    done = python(FORK, timeout=100)
+@pytest.mark.parametrize("act", ["go on", "in place", "drop", "exit", "prefetch"])
+def test_fork_after_use(act: str) -> None:
+    """Parent and child continue with the cache's contents, including a tier. Its thread does not exist in the child;
+    its files are the parent's, whatever the child does."""
+    done = python(FORK, act, timeout=100)
     assert done.returncode == 0 and done.stdout == "both\n", done.stderr[-2000:]
     INJECTED["forks"] += 1
 
