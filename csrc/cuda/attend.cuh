@@ -291,8 +291,8 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     kvc_stage *stage = NULL;
     if (staged) stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, groups) + warp * kvc_stage_bytes(dims));
     /* Kernels that would spill h and the pipe's address read or compute them where they are used. With 8 bits alone
-     * this would be 10 to 22 more instructions per page. */
-    const bool lean = packs || !(kinds & ~KVC_RAW_KINDS);
+     * this would be 10 to 22 more instructions per page, with 2 bits alone 2 or 3 more per warp. */
+    const bool lean = kinds >> KVC_KIND_INT4 & 1 || !(kinds & ~KVC_RAW_KINDS);
     uint8_t *pipe = (uint8_t *)kvc_group_query(call, groups) + warp * call->pipe; /* used if nothing is staged */
     kvc_softmax state = {{KVC_NO_MAX, KVC_NO_MAX}, {0, 0}, 1};
     KVC_UNROLL for (int i = 0; i < 2; i++) if (q->nonfinite >> (2 * (lane & 3) + i) & 1) state.l[i] = NAN;
