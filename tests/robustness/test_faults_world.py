@@ -286,7 +286,7 @@ def test_the_pool_fills_up_in_the_middle_of_a_batch() -> None:
 
 FORK = """
 import os, sys, time, traceback, torch
-from test_faults import cache_goes_on, equal, feed, filled
+from test_faults import cache_goes_on, equal, filled
 from kvcompress import Tiers
 torch.set_num_threads(1)
 act = sys.argv[1]
@@ -294,13 +294,8 @@ tiers = Tiers(host_bytes=0, file_bytes=None)
 cache = filled("plain")
 cache.use_tiers(tiers, resident=0, unit=1, in_place=act == "in place")
 twin = filled("plain")
-if act == "prefetch":
-    feed(twin, 1, 60)
 want = cache_goes_on(twin)[0]
-if act == "prefetch":  # of the first layer, for the next pass: under way at the fork
-    load = tiers.load
-    tiers.load = lambda *of: (time.sleep(0.5), load(*of))
-    feed(cache, 1, 60)
+job = tiers.copier.start(lambda: time.sleep(0.5 if act == "prefetch" else 0))  # under way at the fork
 child = os.fork()
 if child == 0:  # a copy of everything but the threads
     ok = False
@@ -308,7 +303,7 @@ if child == 0:  # a copy of everything but the threads
         if act == "drop":
             cache.use_tiers(None)
         if act != "exit":
-            ok = equal(cache_goes_on(cache)[0], want) or act == "in place"
+            ok = job.done() and (equal(cache_goes_on(cache)[0], want) or act == "in place")
         cache.pool.check()
     except BaseException:
         traceback.print_exc()
