@@ -63,7 +63,8 @@ def quantize(
         scale, zero: given scales and zero points (static quantization) instead of those computed from x: numbers, or
             tensors that broadcast to [B or 1, H or 1, T or 1, scales per row]. Rounded to the dtype they are stored in.
             `zero` is the value of code 0.
-        tensor_scale: second-level fp32 scale of nvfp4, 2^-100 to 2^117; True: absmax / (6 * 448).
+        tensor_scale: second-level fp32 scale of nvfp4, 2^-100 to 2^117; True: absmax / (6 * 448). Without one, nvfp4
+            represents 2^-11 to 2688: smaller values become 0, larger ones saturate.
 
     Raises ValueError for NaN or Inf in x, an unknown name, an unsupported D; TypeError for an unsupported dtype.
     Sources: integers arXiv 1712.05877, FP8 2209.05433, KIVI 2402.02750, OCP MX 1.0; docs/ops.md for the arithmetic.

@@ -44,6 +44,7 @@ class Batch(
         counts: number of new tokens of each sequence, at least 1. Default: 1 each.
 
     Attributes:
+        bases: list of int, the length of each sequence before the pass.
         positions: int64 [1, N], RoPE positions of the new tokens, on the CPU.
         last: int64 [len(caches)], index of the last token of each sequence.
         counts: list of int.
@@ -51,8 +52,14 @@ class Batch(
             failed. Leave that sequence out and repeat the pass.
 
     Raises TypeError or ValueError for invalid arguments; in the pass, ValueError if the attention is not "kvcompress",
-    MemoryError if the pool is full. A pass that fails restores all caches to their state before it. An eviction after
-    the pass may fail too, as in a single cache; the tokens then stay stored.
+    MemoryError if the pool is full. An error of storing or attending, in any layer, restores all caches to their state
+    before the pass. An eviction after the pass may fail too, as in a single cache; the tokens then stay stored.
+
+    Caches are not restored after other exceptions: in the model's own code, a hook, your sampling code, or Ctrl-C.
+    After the attention of the last layer the new tokens stay stored (get_seq_length() is bases + counts), and repeating
+    the pass would store them twice: repeat it with copies made before it (copy.deepcopy shares pages), or crop to
+    `bases`, which is exact if the pass added at most a page of tokens and its policy evicted none. Between two layers,
+    `rollback()` restores all caches; without it the next pass raises ValueError.
     """
 
     calibration = True  # one of its caches may have one: `check_weights` checks each
@@ -96,7 +103,8 @@ class Batch(
         return lazy_pair(rows.staged)
 
     def rollback(self, base: int = 0) -> None:
-        """Restores all caches after an error in the pass. (Name and argument are those of `ForwardPass.rollback`.)"""
+        """Restores all caches after an error before the last layer has stored its tokens; later it does nothing. (Name
+        and argument are those of `ForwardPass.rollback`.)"""
         for cache, seen in zip(self.caches, self.bases, strict=True):
             cache.forward_pass.rollback(seen)
 

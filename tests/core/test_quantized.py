@@ -210,6 +210,18 @@ def test_the_second_level_of_nvfp4_reaches_small_and_large_tensors():
     assert torch.equal(quantize(x, "nvfp4", tensor_scale=1.0).codes, quantize(x, "nvfp4").codes)
 
 
+def test_the_range_of_nvfp4():
+    """As docs/ops.md says. Without a tensor scale: that of its e4m3 scales; with one: relative to the largest value."""
+    for value, stored in ((2**-11, 0.0), (2**-11 * 1.001, 2**-10), (2688.0, 2688.0), (1e6, 2688.0)):
+        x = torch.full((1, 16), value)
+        assert (quantize(x, "nvfp4").dequantize() == stored).all()
+        assert torch.allclose(quantize(x, "nvfp4", tensor_scale=True).dequantize(), x, rtol=1e-6)
+    for unit in (1e-6, 1.0, 1e6):
+        x = torch.cat([torch.ones(16), torch.full((16,), 1 / 5.6e6), torch.full((16,), 1 / 5.4e6)])[None] * unit
+        kept = quantize(x, "nvfp4", tensor_scale=True).dequantize()[0, ::16] != 0
+        assert kept.tolist() == [True, False, True]
+
+
 BAD = {
     "format": (ValueError, "format: expected one of int8", lambda x: quantize(x, "int9")),
     "granularity": (ValueError, "granularity: expected one of tensor", lambda x: quantize(x, "int8", "row")),

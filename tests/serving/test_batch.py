@@ -203,3 +203,69 @@ def test_a_sequence_that_cannot_be_admitted_concerns_itself_alone():
         outs.append(torch.cat([out, run(m, caches, tokens, [(1, 1)] * 20)]))
         pool.check()
     assert torch.equal(*outs)
+
+
+# ------------------------------------------------------------------ exceptions in the model's own code
+
+
+def fail_once(module):
+    """Its next call raises, as docs/serving.md describes: the caches do not see that."""
+
+    def fail(*args):
+        hook.remove()
+        raise RuntimeError("elsewhere")
+
+    hook = module.register_forward_hook(fail)
+
+
+def repeated(m, key, policy, passes, place, undo):
+    """`run`; each pass is repeated after an exception at `place`, with the caches of undo(step, caches, copies)."""
+    pool, tokens = _C.Pool(), [ids(1, 300, seed=n) for n in range(2)]
+    caches = [KVCache(m.config, key, policy=policy, page_size=16, pool=pool) for _ in tokens]
+    out, at = [], [0, 0]
+    for counts in passes:
+        new = torch.cat([t[:, a : a + n] for t, a, n in zip(tokens, at, counts, strict=True)], 1)
+        if place is not None:
+            copies, step = copy.deepcopy(caches), Batch(caches, counts)
+            fail_once(place)
+            with pytest.raises(RuntimeError, match="elsewhere"), torch.no_grad():
+                m(new, position_ids=step.positions, past_key_values=step)
+            assert [c.get_seq_length() for c in caches] == [b + n for b, n in zip(step.bases, counts, strict=True)]
+            caches = undo(step, caches, copies)
+            assert [c.get_seq_length() for c in caches] == at
+            del copies
+        out.append(run(m, caches, [t[:, a:] for t, a in zip(tokens, at, strict=True)], [counts]))
+        at = [a + n for a, n in zip(at, counts, strict=True)]
+    pool.check()
+    return torch.cat(out)
+
+
+def take_copies(step, caches, copies):
+    return copies
+
+
+def crop(step, caches, copies):
+    for cache, base in zip(caches, step.bases, strict=True):
+        cache.crop(base - cache.get_seq_length())
+    return caches
+
+
+def roll_back(step, caches, copies):
+    step.rollback()
+    return caches
+
+
+@pytest.mark.parametrize(("key", "policy"), [("raw", None), ("int8", None), ("int4", None), ("int8", H2O(32))])
+def test_a_pass_that_failed_elsewhere_can_be_repeated(key, policy):
+    """As docs/serving.md says: with copies; cropped, if passes are short; rolled back between two layers."""
+    m, steps = ours(), [(1, 1)] * 20
+    short, long = [(50, 7), *steps, (16, 9), *steps], [(50, 7), *steps, (40, 70), *steps[:3]]
+    for passes, place, undo in (
+        (long, m.lm_head, take_copies),
+        (long, m.model.layers[0].mlp, take_copies),
+        (long, m.model.layers[0].mlp, roll_back),
+        *([(short, m.lm_head, crop)] if policy is None else []),
+    ):
+        want = repeated(m, key, policy, passes, None, None)
+        got = repeated(m, key, policy, passes, place, undo)
+        assert error(got, want) <= (5e-3 if policy and undo is take_copies else 0)  # evictions leave shared pages alone
