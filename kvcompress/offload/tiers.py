@@ -170,14 +170,18 @@ class Tiers(
     def load(self, extent: Extent, pool: Any, pieces: NDArray[np.int64], now: Any = None) -> None:
         """As `fetch`, in this thread, after the event `now` (of `mark`)."""
         memory, path = self._touch(extent, "fetches")
-        if memory is None and extent.mapped is not None:
-            memory = np.frombuffer(extent.mapped, np.uint8)
-        if memory is None:
+        if memory is None and extent.mapped is None:
             memory = room(pool, extent.size, self.room)
-            with open(path, "rb") as file:
-                n = file.readinto(memory)  # type: ignore[arg-type]
-            if n < extent.size:
-                raise Damaged(f"Tiers: expected {extent.size} bytes, got {n} from {path}")
+            try:
+                with open(path, "rb") as file:
+                    if (n := file.readinto(memory)) < extent.size:  # type: ignore[arg-type]
+                        raise Damaged(f"Tiers: expected {extent.size} bytes, got {n} from {path}")
+            except FileNotFoundError:
+                if extent.mapped is None:  # else another thread has mapped it meanwhile; see `_map`
+                    raise
+                memory = None
+        if memory is None:
+            memory = np.frombuffer(extent.mapped, np.uint8)  # type: ignore[arg-type]
         self._compare(extent, scatter(pool, pieces, memory, now))
 
     def view(self, extent: Extent) -> Bytes:

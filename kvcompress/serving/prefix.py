@@ -29,7 +29,7 @@ _NAMES = ("_name_or_path", "_commit_hash", "dtype")  # of a config: not in `mode
 
 
 class _Shape(NamedTuple):
-    """Shape of the layers of one kind of cache, known from the first commit on."""
+    """Shape of the layers of a committed cache."""
 
     dims: list[tuple[int, int, int, torch.dtype, torch.device]]  # of each layer: H, Dk, Dv as stored
     sinks: int
@@ -99,17 +99,21 @@ class PrefixCache(
         limits = checks.integer("max_bytes", max_bytes, 0), checks.integer("max_entries", max_entries, 0)
         self._prefix = _C.Prefix(self.pool, *(limits if tiers is None else ()))
         self._limits = [x or 1 << 62 for x in limits]
-        # The memory of each layer's pages; references to it keep pages on a device alive, too.
-        self._memories: dict[bytes, list[Any]] = {}
-        self._spill = None if tiers is None else Spill(tiers, self.pool, self._prefix, self._memories.__getitem__)
+        self._shapes: list[_Shape] = []  # different ones, usually one; a root ends with an index into them
+        # For each shape the memory of each layer's pages; references to it keep pages on a device alive, too.
+        memories = self._memories = list[list[Any]]()
+        self._spill = (
+            None
+            if tiers is None
+            else Spill(tiers, self.pool, self._prefix, lambda root: memories[int.from_bytes(root[-4:], "little")])
+        )
         self.min_tokens = checks.integer("min_tokens", min_tokens, 0)
-        self._shapes: dict[bytes, _Shape] = {}
         self._asked = self._asked_tokens = 0
         self._lock = threading.RLock()  # between finding a prefix and taking references to its pages
         self._empty = self._made({})  # raises for invalid options now
         self._who = [_VERSION, model_hash(config), *(str(getattr(config, x, "")) for x in _NAMES), model, salt]
         self._options = self._described(self._empty)
-        self._root(self._options, ())  # raises for an invalid salt now
+        self._roots(self._options, ())  # raises for an invalid salt now
 
     def new(self, **options: Any) -> KVCache:
         """An empty KVCache in the pool of this PrefixCache, for `commit`."""
@@ -147,9 +151,11 @@ class PrefixCache(
             options["calibration"] = cache.forward_pass.calibration.digest()
         return json.dumps(options, sort_keys=True, default=lambda o: o.to_dict() if hasattr(o, "to_dict") else repr(o))
 
-    def _root(self, options: str, extra: Any) -> bytes:
-        """SHA-256 of everything that pages of a cache with these options depend on except tokens."""
-        return _hashed([*self._who, options, *(extra if isinstance(extra, (list, tuple)) else [extra])])
+    def _roots(self, options: str, extra: Any) -> list[tuple[bytes, _Shape]]:
+        """(root, shape) for each shape: a root is a hash of everything that pages of a cache with these options depend
+        on except tokens, and the index of the shape. No table of roots is kept, as it would grow with every `extra`."""
+        digest = _hashed([*self._who, options, *(extra if isinstance(extra, (list, tuple)) else [extra])])
+        return [(digest[:-4] + i.to_bytes(4, "little"), shape) for i, shape in enumerate(self._shapes)]
 
     # ------------------------------------------------------------------ reading
 
@@ -168,18 +174,16 @@ class PrefixCache(
         cache = self.new(**options)
         self._asked += 1
         self._asked_tokens += rows.size
-        root = self._root(self._described(cache) if options else self._options, extra)
-        shape = self._shapes.get(root)
-        if shape is None or rows.shape[1] < 2:
-            return cache
-        chain = shape.chain()
+        roots = self._roots(self._described(cache) if options else self._options, extra)
         with self._lock:
-            asked = [(root, np.ascontiguousarray(row[:-1]), *chain) for row in rows]
-            for one in asked if self._spill else ():
-                self._spill.bring(one)  # type: ignore[union-attr]
-            links, found = self._taken(asked, shape)
-            if links:
-                self._fill(cache, shape, shape.sinks + links * shape.page, found, not options)
+            for root, shape in roots if rows.shape[1] > 1 else ():
+                asked = [(root, np.ascontiguousarray(row[:-1]), *shape.chain()) for row in rows]
+                for one in asked if self._spill else ():
+                    self._spill.bring(one)  # type: ignore[union-attr]
+                links, found = self._taken(asked, shape)
+                if links:
+                    self._fill(cache, shape, shape.sinks + links * shape.page, found, not options)
+                    break
             self._shrink()
         return cache
 
@@ -268,15 +272,14 @@ class PrefixCache(
         )
         if any((s.sinks, s.page_size) != (shape.sinks, shape.page) for s in stores):
             raise ValueError("PrefixCache: commit: expected layers with equal sinks and page_size, got different ones")
-        root = self._root(self._described(cache), extra)
-        if self._shapes.setdefault(root, shape) != shape:
-            raise ValueError(
-                f"PrefixCache: commit: expected layers as committed before, {self._shapes[root]}, got {shape}"
-            )
-        self._memories.setdefault(root, [memory_of(store.page_store) for store in stores])
+        described = self._described(cache)
         for store in stores:
             store.onload()
         with self._lock:
+            if shape not in self._shapes:
+                self._memories.append([memory_of(store.page_store) for store in stores])
+                self._shapes.append(shape)
+            root = self._roots(described, extra)[self._shapes.index(shape)][0]
             return min(self._commit_row(stores, shape, root, b, row, pin) for b, row in enumerate(rows))
 
     def _commit_row(self, stores: list[PagedKV], shape: _Shape, root: bytes, b: int, row: np.ndarray, pin: bool) -> int:
@@ -311,11 +314,11 @@ class PrefixCache(
 
     def unpin(self, input_ids: Any, *, extra: Any = (), **options: Any) -> None:
         """Reverts `commit(..., pin=True)` of the same tokens; arguments as of `open`."""
-        root = self._root(self._described(self.new(**options)) if options else self._options, extra)
-        shape = self._shapes.get(root)
+        described, rows = self._described(self.new(**options)) if options else self._options, _tokens(input_ids)
         with self._lock:  # `pinned` runs under it, too
-            for row in _tokens(input_ids) if shape else ():
-                self._prefix.pin(root, row, *shape.chain(), -1)  # type: ignore[union-attr]
+            for root, shape in self._roots(described, extra):
+                for row in rows:
+                    self._prefix.pin(root, row, *shape.chain(), -1)
 
     def trim(self, max_bytes: int = 0) -> None:
         """Evicts the least recently used prefixes, or offloads them to the tiers, until at most max_bytes of the pool

@@ -13,11 +13,12 @@ from generation import PAGE as P
 from generation import generate
 from models import ids, left_pads
 from test_cuda_layer import on
+from test_tiers import content, pool_of
 
 from kvcompress import _C, KVCache, PagedKV, Tiers
 from kvcompress.offload.prefetch import LayerOffload, Prefetcher
 from kvcompress.store import serialize
-from kvcompress.store.device_memory import Mirror
+from kvcompress.store.device_memory import Mirror, room
 from kvcompress.store.serialize import Damaged
 
 H, HQ, D = 2, 6, 32
@@ -207,3 +208,19 @@ def test_pages_of_an_arena_elsewhere_go_and_come():
         far.offload.onload()
         for a, b in zip(far.dense(), near.dense(), strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_file_is_read_while_another_thread_maps_it(monkeypatch):
+    """`view` deletes the name of the file that it maps, also while `load` is about to open it."""
+    pool, pieces, data = pool_of(np.random.default_rng(0), 3)
+    tiers = Tiers(host_bytes=0, file_bytes=None)
+    extent = tiers.put(pool, pieces)
+    pool.arena[:] = 0
+
+    def late(*args):
+        tiers.view(extent)
+        return room(*args)
+
+    monkeypatch.setattr("kvcompress.offload.tiers.room", late)
+    tiers.load(extent, pool, pieces)
+    assert content(pool, pieces) == data

@@ -1,5 +1,5 @@
 """The prefix index compared with a list in LRU order: what is evicted if there are too many links, or the pool is
-full."""
+full, and what is offloaded."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Order(RuleBasedStateMachine):
     def start(self, max_pages: int, max_links: int) -> None:
         self.pool = _C.Pool(1 << 20)  # a single slab
         self.index = _C.Prefix(self.pool, max_pages * PAGE, max_links)
-        self.limits = max_pages or SLOTS, max_links or SLOTS
+        self.limits = max_pages or SLOTS, max_links or len(NODES)
         self.order: list[Node] = []  # least recently used first
+        self.offloaded: dict[Node, int] = {}  # ids of links without pages; their descendants have none either
         self.pins: list[Node] = []
         self.page: dict[Node, int] = {}
         self.users: list[list[int]] = []  # pages of users that took a chain
@@ -32,7 +33,10 @@ class Order(RuleBasedStateMachine):
     # ------------------------------------------------------------------ expected behaviour
 
     def known(self, node: Node) -> Node:
-        return next((node[:n] for n in range(len(node), 0, -1) if node[:n] in self.order), ())
+        return next((node[:n] for n in range(len(node), 0, -1) if self.resident(node[:n])), ())
+
+    def resident(self, node: Node) -> bool:
+        return node in self.order and node not in self.offloaded
 
     def touch(self, node: Node) -> None:
         for n in range(len(node), 0, -1):
@@ -45,20 +49,29 @@ class Order(RuleBasedStateMachine):
 
     def evict(self, node: Node) -> None:
         self.order.remove(node)
+        self.offloaded.pop(node, None)
         self.evicted += 1
 
+    def oldest(self, here: bool) -> Node | None:
+        return next((x for x in self.order if self.loose(x) and not (here and x in self.offloaded)), None)
+
     def give_way(self) -> bool:
-        """The pool is full: evicts the oldest end of a chain that is not pinned and whose page has no other user."""
-        for node in self.order:
-            leaf = not any(x[: len(node)] == node and x != node for x in self.order)
-            if self.loose(node) and leaf and not any(self.page[node] in pages for pages in self.users):
-                self.evict(node)
+        """The pool is full: evicts the oldest end of a chain that is not pinned and whose page has no other user. Only
+        its page, if links after it are offloaded, as these need it."""
+        for node in filter(self.resident, self.order):
+            after = [x for x in self.order if x[: len(node)] == node and x != node]
+            used = any(self.page[node] in pages for pages in self.users)
+            if self.loose(node) and not any(map(self.resident, after)) and not used:
+                if after:
+                    self.offloaded[node] = 0  # its id is not known
+                else:
+                    self.evict(node)
                 return True
         return False
 
     def shrink(self, pages: int, links: int) -> None:
         for node in list(self.order):
-            if len(self.order) > min(pages, links) and self.loose(node):
+            if (len(self.order) - len(self.offloaded) > pages or len(self.order) > links) and self.loose(node):
                 self.evict(node)
 
     def pages(self) -> int:
@@ -80,7 +93,8 @@ class Order(RuleBasedStateMachine):
             n = len(self.known(node))  # part of it may have been evicted
             entries = np.array(own) // 64 << 16
             held = self.index.put(ROOT, np.array(node), *CHAIN, entries)
-            self.order += [node[:k] for k in range(n + 1, len(node) + 1)]
+            for k in range(n + 1, len(node) + 1):
+                self.offloaded.pop(node[:k], None)
             self.page |= {node[:k]: own[k - 1] for k in range(n + 1, len(node) + 1)}
             self.touch(node)
             self.shrink(*self.limits)
@@ -113,10 +127,55 @@ class Order(RuleBasedStateMachine):
         if self.pins:
             self.index.pin(ROOT, np.array(self.pins.pop(i % len(self.pins))), *CHAIN, -1)
 
+    def is_link(self, found: tuple[int, bytes, int, int], node: Node) -> None:
+        """Checks that `found`, of `index.oldest`, is the link of this node."""
+        if node in self.offloaded:
+            assert self.offloaded[node] in (0, found[0]) and self.index.entries(found[0], 1) is None
+        else:
+            entries, sizes = self.index.entries(found[0], 1)
+            own = (entries >> 16) * 64
+            assert own.tolist() == [self.page[node]] and sizes.tolist() == [PAGE]
+            self.pool.drop(own)
+
+    @rule()
+    def offload(self) -> None:
+        node, found = self.oldest(True), self.index.oldest(True)
+        assert (node is None) == (found is None)
+        if node and found:
+            self.is_link(found, node)
+            assert self.index.offload(found[0]) and not self.index.offload(found[0])
+            self.offloaded[node] = found[0]
+
+    @rule()
+    def forget(self) -> None:
+        node, found = self.oldest(False), self.index.oldest(False)
+        assert (node is None) == (found is None)
+        if node and found:
+            self.is_link(found, node)
+            assert self.index.forget(found[0]) and not self.index.forget(found[0])
+            self.evict(node)
+
+    @rule(node=node)
+    def bring(self, node: Node) -> None:
+        """Brings back the first link of a chain that is offloaded."""
+        known = self.known(node)
+        after = [node[:k] for k in range(len(known) + 1, len(node) + 1) if node[:k] in self.offloaded]
+        ids = self.index.offloaded(ROOT, np.array(node), *CHAIN).tolist()
+        assert len(ids) == len(after) and all(self.offloaded[x] in (0, i) for x, i in zip(after, ids, strict=True))
+        self.touch(known)
+        if ids and (self.pages() < SLOTS or self.give_way()):
+            own, first = self.pool.alloc(PAGE), after[0]
+            may = first in self.order and (len(first) == 1 or self.resident(first[:-1]))
+            assert self.index.bring(ids[0], np.array([own]) // 64 << 16) == may
+            if may:
+                self.page[first] = own
+                del self.offloaded[first]
+            self.pool.drop(np.array([own]))
+
     @rule(pages=st.integers(0, 9))
     def trim(self, pages: int) -> None:
         self.index.trim(pages * PAGE)
-        self.shrink(pages, SLOTS)
+        self.shrink(pages, len(NODES))
 
     @rule(n=st.integers(1, SLOTS))
     def crowd(self, n: int) -> None:
@@ -139,7 +198,8 @@ class Order(RuleBasedStateMachine):
         for node in NODES:
             assert self.index.find(ROOT, np.array(node), *CHAIN) == len(self.known(node))
         stats = self.index.stats()
-        assert stats["entries"] == len(self.order) and stats["bytes"] == len(self.order) * PAGE
+        assert stats["entries"] == len(self.order) and stats["offloaded"] == len(self.offloaded)
+        assert stats["bytes"] == (len(self.order) - len(self.offloaded)) * PAGE
         assert stats["evicted"] == self.evicted
         assert stats["pinned"] == sum(not self.loose(x) for x in self.order)
 

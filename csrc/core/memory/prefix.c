@@ -19,12 +19,12 @@ kvc_status kvc_prefix_new(kvc_pool *pool, int64_t max_bytes, int64_t max_links, 
     *p = (kvc_prefix){.n_buckets = 64, .digest_bytes = KVC_DIGEST};
     p->max_bytes = max_bytes ? max_bytes : INT64_MAX;
     p->max_links = max_links ? max_links : INT64_MAX;
-    kvc_status status = kvc_alloc(p->n_buckets, sizeof(link *), &p->buckets);
+    kvc_status status = kvc_alloc(2 * p->n_buckets, sizeof(link *), &p->buckets);
     if (status != KVC_OK) {
         kvc_free(p);
         return status;
     }
-    for (int64_t i = 0; i < p->n_buckets; i++) p->buckets[i] = NULL;
+    for (int64_t i = 0; i < 2 * p->n_buckets; i++) p->buckets[i] = NULL;
     p->pool = kvc_pool_retain(pool);
     pthread_mutex_init(&p->lock, NULL);
     p->reclaimer = (kvc_reclaimer){.give = kvc_prefix_give_way, .owner = p};
@@ -33,7 +33,7 @@ kvc_status kvc_prefix_new(kvc_pool *pool, int64_t max_bytes, int64_t max_links, 
     return KVC_OK;
 }
 
-/* ---------------------------------------------------------------- hash table and LRU order */
+/* ---------------------------------------------------------------- hash tables and LRU order */
 
 static link **bucket_of(const kvc_prefix *p, const uint8_t *digest)
 {
@@ -42,25 +42,52 @@ static link **bucket_of(const kvc_prefix *p, const uint8_t *digest)
     return &p->buckets[head & (uint64_t)(p->n_buckets - 1)];
 }
 
-static void unlink_order(kvc_prefix *p, link *l)
+static void enter_buckets(kvc_prefix *p, link *l)
 {
-    *(l->older ? &l->older->newer : &p->oldest) = l->newer;
-    *(l->newer ? &l->newer->older : &p->newest) = l->older;
+    link **by_digest = bucket_of(p, l->digest), **by_id = kvc_link_bucket(p, l->id);
+    l->next = *by_digest;
+    l->next_id = *by_id;
+    *by_digest = *by_id = l;
 }
 
-static void set_newest(kvc_prefix *p, link *l)
+static void leave_buckets(kvc_prefix *p, link *l)
 {
-    l->newer = NULL;
-    l->older = p->newest;
-    *(p->newest ? &p->newest->newer : &p->oldest) = l;
-    p->newest = l;
+    link **at = bucket_of(p, l->digest);
+    while (*at != l) at = &(*at)->next;
+    *at = l->next;
+    for (at = kvc_link_bucket(p, l->id); *at != l;) at = &(*at)->next_id;
+    *at = l->next_id;
+}
+
+static void leave_order(kvc_prefix *p, link *l)
+{
+    *(l->older ? &l->older->newer : &p->orders[l->offloaded].oldest) = l->newer;
+    *(l->newer ? &l->newer->older : &p->orders[l->offloaded].newest) = l->older;
+}
+
+/* Inserts a link by its last use. The search is short: links are offloaded when they are older than all others with
+ * pages, and are then newer than those offloaded before; brought back, they are among the oldest again. */
+static void enter_order(kvc_prefix *p, link *l)
+{
+    link *older = p->orders[l->offloaded].newest, *newer = NULL;
+    if (l->offloaded || (older && older->used < l->used)) {
+        for (; older && older->used > l->used; older = older->older) newer = older;
+    } else {
+        for (newer = p->orders[0].oldest, older = NULL; newer && newer->used < l->used; newer = newer->newer)
+            older = newer;
+    }
+    l->older = older;
+    l->newer = newer;
+    *(older ? &older->newer : &p->orders[l->offloaded].oldest) = l;
+    *(newer ? &newer->older : &p->orders[l->offloaded].newest) = l;
 }
 
 void kvc_prefix_touch(kvc_prefix *p, link *l)
 {
     for (; l; l = l->parent) {
-        unlink_order(p, l);
-        set_newest(p, l);
+        leave_order(p, l);
+        l->used = ++p->clock;
+        enter_order(p, l);
     }
 }
 
@@ -69,16 +96,14 @@ static void widen(kvc_prefix *p)
 {
     link **old = p->buckets, **buckets;
     int64_t n = p->n_buckets;
-    if (p->stats.links < n || kvc_alloc(2 * n, sizeof(link *), &buckets) != KVC_OK) return;
-    for (int64_t i = 0; i < 2 * n; i++) buckets[i] = NULL;
+    if (p->stats.links < n || kvc_alloc(4 * n, sizeof(link *), &buckets) != KVC_OK) return;
+    for (int64_t i = 0; i < 4 * n; i++) buckets[i] = NULL;
     p->buckets = buckets;
     p->n_buckets = 2 * n;
     for (int64_t i = 0; i < n; i++)
         for (link *l = old[i], *next; l; l = next) {
-            link **bucket = bucket_of(p, l->digest);
             next = l->next;
-            l->next = *bucket;
-            *bucket = l;
+            enter_buckets(p, l);
         }
     kvc_free(old);
 }
@@ -95,40 +120,49 @@ kvc_status kvc_prefix_give(kvc_prefix *p, link *l, const int64_t *entries)
         l->bytes += kvc_pool_bytes(p->pool, kvc_entry_offset(entries[i]));
     }
     p->stats.bytes += l->bytes;
-    p->stats.offloaded -= l->offloaded;
-    l->offloaded = false;
     if (l->parent) l->parent->resident_children++;
+    if (!l->offloaded) return KVC_OK; /* a new link */
+    leave_order(p, l);
+    p->stats.offloaded--;
+    l->offloaded = false;
+    enter_order(p, l);
     return KVC_OK;
+}
+
+static void release(kvc_prefix *p, link *l)
+{
+    for (int64_t i = 0; i < l->n_entries; i++) kvc_pool_unref(p->pool, kvc_entry_offset(kvc_link_entries(l)[i]));
+    p->stats.bytes -= l->bytes;
+    l->bytes = 0;
+    if (l->parent) l->parent->resident_children--;
 }
 
 void kvc_prefix_strip(kvc_prefix *p, link *l)
 {
-    if (l->offloaded) return;
-    for (int64_t i = 0; i < l->n_entries; i++) kvc_pool_unref(p->pool, kvc_entry_offset(kvc_link_entries(l)[i]));
-    p->stats.bytes -= l->bytes;
+    release(p, l);
+    leave_order(p, l);
     p->stats.offloaded++;
-    l->bytes = 0;
     l->offloaded = true;
-    if (l->parent) l->parent->resident_children--;
+    enter_order(p, l);
 }
 
 void kvc_prefix_drop_link(kvc_prefix *p, link *l)
 {
-    kvc_prefix_strip(p, l);
-    p->stats.offloaded--;
-    link **at = bucket_of(p, l->digest);
-    while (*at != l) at = &(*at)->next;
-    *at = l->next;
-    unlink_order(p, l);
-    if (l->parent) l->parent->children--;
+    if (!l->offloaded) release(p, l);
+    p->stats.offloaded -= l->offloaded;
     p->stats.links--;
+    if (l->parent) l->parent->children--;
+    leave_order(p, l);
+    leave_buckets(p, l);
     kvc_free(l);
 }
 
 static void trim(kvc_prefix *p, int64_t max_bytes, int64_t max_links)
 {
-    for (link *l = p->oldest, *newer; l && (p->stats.bytes > max_bytes || p->stats.links > max_links); l = newer) {
-        newer = l->newer;
+    link *here = p->orders[0].oldest, *offloaded = p->orders[1].oldest;
+    while ((here || offloaded) && (p->stats.bytes > max_bytes || p->stats.links > max_links)) {
+        link *l = !offloaded || (here && here->used < offloaded->used) ? here : offloaded;
+        *(l == here ? &here : &offloaded) = l->newer;
         if (l->pins) continue; /* then all its parents are pinned, too */
         kvc_prefix_drop_link(p, l);
         p->stats.evicted++;
@@ -199,11 +233,10 @@ static kvc_status add(kvc_prefix *p, walk *w, const int64_t *entries)
     memcpy(l->digest, w->digest, KVC_DIGEST);
     memcpy(l->root, w->chain->root, KVC_DIGEST);
     memcpy(l->data, w->chain->tokens + w->at, (size_t)n * sizeof *l->data);
+    l->used = ++p->clock;
     widen(p);
-    link **bucket = bucket_of(p, l->digest);
-    l->next = *bucket;
-    *bucket = l;
-    set_newest(p, l);
+    enter_buckets(p, l);
+    enter_order(p, l);
     if (w->last) w->last->children++;
     p->stats.links++;
     kvc_walk_on(w, l);
@@ -311,7 +344,8 @@ void kvc_prefix_free(kvc_prefix *p)
 {
     if (!p) return;
     kvc_pool_remove_reclaimer(p->pool, &p->reclaimer);
-    while (p->oldest) kvc_prefix_drop_link(p, p->oldest);
+    for (int i = 1; i >= 0; i--) /* links without pages first: their parents may have some, their children do not */
+        while (p->orders[i].oldest) kvc_prefix_drop_link(p, p->orders[i].oldest);
     pthread_mutex_destroy(&p->lock);
     kvc_pool_release(p->pool);
     kvc_free(p->buckets);
@@ -320,33 +354,48 @@ void kvc_prefix_free(kvc_prefix *p)
 
 /* ---------------------------------------------------------------- invariants */
 
+typedef struct totals {
+    int64_t links, bytes, pinned, offloaded, children, resident_children, hanging;
+} totals;
+
+static kvc_status check_link(const kvc_prefix *p, link *l, totals *all)
+{
+    link *found = *kvc_link_bucket(p, l->id);
+    while (found && found != l) found = found->next_id;
+    KVC_CHECK(found, KVC_E_VALUE, "prefix: a link is not found by its id");
+    KVC_CHECK(l->newer ? l->newer->older == l && l->newer->used > l->used : p->orders[l->offloaded].newest == l,
+              KVC_E_VALUE, "prefix: its LRU list is broken");
+    KVC_CHECK(!l->parent || l->parent->used > l->used, KVC_E_VALUE, "prefix: a link was used later than its parent");
+    KVC_CHECK(!l->parent || l->parent->pins >= l->pins, KVC_E_VALUE, "prefix: a pinned link has an unpinned parent");
+    KVC_CHECK(!l->offloaded || !(l->resident_children || l->pins || l->bytes), KVC_E_VALUE,
+              "prefix: an offloaded link or a child of it has pages");
+    for (int64_t e = 0; !l->offloaded && e < l->n_entries; e++)
+        KVC_CHECK(kvc_pool_refs(p->pool, kvc_entry_offset(kvc_link_entries(l)[e])) > 0, KVC_E_VALUE,
+                  "prefix: a page was freed");
+    all->links++;
+    all->bytes += l->bytes;
+    all->pinned += l->pins > 0;
+    all->offloaded += l->offloaded;
+    all->children += l->children;
+    all->hanging += l->parent != NULL;
+    all->resident_children += l->resident_children - (l->parent && !l->offloaded);
+    return KVC_OK;
+}
+
 static kvc_status check_all(kvc_prefix *p)
 {
-    int64_t links = 0, bytes = 0, pinned = 0, offloaded = 0, children = 0, resident_children = 0, hanging = 0,
-            listed = 0;
+    totals all = {0};
+    int64_t listed = 0;
     for (int64_t i = 0; i < p->n_buckets; i++)
         for (link *l = p->buckets[i]; l; l = l->next) listed++;
-    for (link *l = p->oldest; l; l = l->newer, links++) {
-        bytes += l->bytes;
-        pinned += l->pins > 0;
-        offloaded += l->offloaded;
-        children += l->children;
-        resident_children += l->resident_children;
-        hanging += l->parent != NULL;
-        KVC_CHECK(l->newer ? l->newer->older == l : p->newest == l, KVC_E_VALUE, "prefix: its LRU list is broken");
-        for (link *o = l->older; o; o = o->older)
-            KVC_CHECK(o != l->parent, KVC_E_VALUE, "prefix: a link was used later than its parent");
-        KVC_CHECK(!l->parent || l->parent->pins >= l->pins, KVC_E_VALUE,
-                  "prefix: a pinned link has an unpinned parent");
-        KVC_CHECK(!l->offloaded || !(l->resident_children || l->pins || l->bytes), KVC_E_VALUE,
-                  "prefix: an offloaded link or a child of it has pages");
-        resident_children -= l->parent && !l->offloaded;
-        for (int64_t e = 0; !l->offloaded && e < l->n_entries; e++)
-            KVC_CHECK(kvc_pool_refs(p->pool, kvc_entry_offset(kvc_link_entries(l)[e])) > 0, KVC_E_VALUE,
-                      "prefix: a page was freed");
-    }
-    KVC_CHECK(links == p->stats.links && links == listed && bytes == p->stats.bytes && pinned == p->stats.pinned &&
-                  offloaded == p->stats.offloaded && children == hanging && !resident_children,
+    for (int i = 0; i < 2; i++)
+        for (link *l = p->orders[i].oldest; l; l = l->newer) {
+            KVC_CHECK(l->offloaded == i, KVC_E_VALUE, "prefix: a link is in the wrong LRU list");
+            KVC_TRY(check_link(p, l, &all));
+        }
+    KVC_CHECK(all.links == p->stats.links && all.links == listed && all.bytes == p->stats.bytes &&
+                  all.pinned == p->stats.pinned && all.offloaded == p->stats.offloaded && all.children == all.hanging &&
+                  !all.resident_children,
               KVC_E_VALUE, "prefix: its totals are wrong");
     return KVC_OK;
 }

@@ -5,16 +5,17 @@
 
 static kvc_link *with_id(const kvc_prefix *p, int64_t id)
 {
-    kvc_link *l = p->oldest;
-    while (l && l->id != id) l = l->newer;
+    kvc_link *l = *kvc_link_bucket(p, id);
+    while (l && l->id != id) l = l->next_id;
     return l;
 }
 
 bool kvc_prefix_oldest(kvc_prefix *p, bool here, kvc_link_info *found)
 {
     pthread_mutex_lock(&p->lock);
-    kvc_link *l = p->oldest;
-    while (l && (l->pins || (here && l->offloaded))) l = l->newer;
+    kvc_link *l = p->orders[0].oldest, *offloaded = here ? NULL : p->orders[1].oldest;
+    while (l && l->pins) l = l->newer;
+    if (offloaded && !(l && l->used < offloaded->used)) l = offloaded;
     if (l) {
         *found = (kvc_link_info){.id = l->id, .n_entries = l->n_entries, .offloaded = l->offloaded};
         found->parent = l->parent ? l->parent->id : 0;
@@ -59,8 +60,8 @@ bool kvc_prefix_give_way(void *prefix)
 {
     kvc_prefix *p = prefix;
     pthread_mutex_lock(&p->lock);
-    kvc_link *l = p->oldest;
-    while (l && (l->pins || l->offloaded || l->resident_children || !holds_alone(p, l))) l = l->newer;
+    kvc_link *l = p->orders[0].oldest;
+    while (l && (l->pins || l->resident_children || !holds_alone(p, l))) l = l->newer;
     /* its children are offloaded and need it when they are brought back: keep the link without its pages */
     if (l && l->children) {
         kvc_prefix_strip(p, l);
