@@ -29,7 +29,8 @@ typedef struct kvc_encode_room {
     float mean[KVC_ROW_DIM], inverse[KVC_ROW_DIM];
     uint16_t map[KVC_MAX_PAGE];
     uint32_t words[4];
-    kvc_row row; /* used by the write kernel */
+    kvc_row row;   /* used by the write kernel */
+    kvc_side side; /* the page to encode, used by the anew kernel: in registers it would spill */
 } kvc_encode_room;
 
 /* Bytes of a side of a page in the call's own raw format. */

@@ -52,26 +52,27 @@ KVC_DEVICE bool kvc_move_sides(const kvc_move_call *call, const kvc_move *m, int
 KVC_KERNEL(kvc_anew_kernel, kvc_move_call, KVC_WRITE_THREADS, 2)
 {
     kvc_encode_room *room = (kvc_encode_room *)kvc_shared;
-    int64_t begin = kvc_block_x() / a.heads, h = kvc_block_x() % a.heads, end = begin + 1;
+    int begin = (int)kvc_block_x() / (int)a.heads, h = (int)kvc_block_x() % (int)a.heads, end = begin + 1;
     int key = (int)kvc_block_y();
     const kvc_move *m = &a.moves[begin];
     kvc_side from, to;
     if (m->from_token < 0 || kvc_keeps_codes(m->from, m->to, key)) return;
     if (begin && m[-1].to == m->to && m[-1].line == m->line && m[-1].from_token >= 0) return;
     while (end < a.n && a.moves[end].to == m->to && a.moves[end].line == m->line && a.moves[end].from_token >= 0) end++;
-    for (int64_t i = begin; i < end; i++)
+    for (int i = begin; i < end; i++)
         if (a.moves[i].layout != m->layout || !kvc_move_sides(&a, &a.moves[i], h, key, &from, &to)) return;
-    for (int64_t t = kvc_thread(); t < to.tokens; t += kvc_threads()) room->map[t] = 0xffff;
+    for (int t = kvc_thread(); t < to.tokens; t += kvc_threads()) room->map[t] = 0xffff;
     kvc_barrier();
     if (kvc_thread() == 0) {
-        for (int64_t i = begin; i < end; i++) room->map[a.moves[i].to_token] = (uint16_t)(i - begin);
+        room->side = to;
+        for (int i = begin; i < end; i++) room->map[a.moves[i].to_token] = (uint16_t)(i - begin);
         /* places without a token are filled with copies of the others */
-        for (int64_t t = 0, next = 0; t < to.tokens; t++)
+        for (int t = 0, next = 0; t < to.tokens; t++)
             if (room->map[t] == 0xffff) room->map[t] = (uint16_t)(next++ % (end - begin));
     }
     kvc_barrier();
     kvc_source tokens = {NULL, NULL, 0, h, 0, NULL, &a.s, m, room->map, key, 0, a.flags};
-    kvc_encode_page(&to, &tokens, room);
+    kvc_encode_page(&room->side, &tokens, room);
 }
 
 /* One side of a token: a lane's cells and metadata. */
@@ -163,10 +164,11 @@ KVC_DEVICE void kvc_copy_side(const kvc_side *from, const kvc_side *to, int key,
  * which all are read before any is written); y: V, K. */
 KVC_KERNEL(kvc_move_kernel, kvc_move_call, THREADS, 2)
 {
-    int64_t begin = kvc_block_x() / a.heads, h = kvc_block_x() % a.heads, line = a.moves[begin].line;
+    int begin = (int)kvc_block_x() / (int)a.heads, h = (int)kvc_block_x() % (int)a.heads;
+    int64_t line = a.moves[begin].line;
     int key = (int)kvc_block_y();
     if (begin && a.moves[begin - 1].line == line) return;
-    for (int64_t i = begin, n = 1; i < a.n && a.moves[i].line == line; i += n) {
+    for (int i = begin, n = 1; i < a.n && a.moves[i].line == line; i += n) {
         const kvc_move *m = &a.moves[i];
         kvc_side from, to;
         if (m->from_token < 0) {

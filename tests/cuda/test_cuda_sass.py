@@ -46,7 +46,7 @@ KERNELS = {
              "read_rows_wide", "anew_wide", "move_wide", "score_wide", "store_wide"),
     "attend_wide": ("attend_wide", "accumulate_wide"),
 }  # fmt: skip
-LOCAL = {"write": 272, "write_wide": 640, "anew_wide": 768, "pack_rows_wide": 40, "score_wide": 120, "store_wide": 16}
+LOCAL = {"write": 272, "write_wide": 640, "anew_wide": 64, "pack_rows_wide": 40, "score_wide": 120, "store_wide": 16}
 """Bytes of local memory of the others: none, but for what the write kernel is to do, which it finds once a block, and
 for rows of more than 256 dims, of which a lane has 36 numbers."""
 
