@@ -188,7 +188,7 @@ static kvc_status check_apart(const kvc_frame *f)
         if ((kinds[w] != 'W' && kinds[w] != 'B') || !f->tensor[w].numel) continue;
         span_of(&f->tensor[w], &first, &last);
         for (int i = 0; kinds[i]; i++) {
-            bool skip = kinds[i] != 'T' && (i <= w || (kinds[i] == 'B' && kinds[w] == 'B'));
+            bool skip = (i <= w || (kinds[i] == 'B' && kinds[w] == 'B')) && kinds[i] != 'T';
             if (skip || !is_tensor(kinds[i]) || !f->tensor[i].numel) continue;
             span_of(&f->tensor[i], &begin, &end);
             KVC_CHECK(

@@ -87,7 +87,7 @@ static void join_runs(const kvc_job *job, const float *p, int64_t size, const in
     int64_t Dv = kvc_out_dim(job->call), runs = job->runs;
     bool one = true;
     for (int64_t run = 1; run < runs; run++) one &= space[run] == space[0];
-    if (one) {
+    if (one) { /* NOLINTNEXTLINE: there is at least one run */
         job->call->kernels->sum_rows(p, false, size, runs, Dv, factor, o[space[0]]);
         summed[space[0]] = true;
         if (space[0]) memset(o[KVC_PLAIN], 0, (size_t)Dv * sizeof(float));
@@ -253,7 +253,7 @@ static kvc_status attend(kvc_call *call)
         blocks += s->heads * kvc_ceil_div(row->queries, job->block_tokens);
     }
     int64_t many = kvc_max(1, rows / BLOCK_ROWS); /* partial results grow with the number of rows, so use longer runs */
-    job->runs = kvc_max(1, kvc_min(RUNS / blocks, job->columns / (RUN_COLUMNS * many)));
+    job->runs = kvc_max(1, kvc_min(RUNS / kvc_max(1, blocks), job->columns / (RUN_COLUMNS * many)));
     kvc_status status = a->accumulated ? kvc_accumulated_begin(job) : KVC_OK;
     if (status == KVC_OK && job->runs > 1) {
         bool together = !a->accumulated && blocks * job->runs * part_floats(job) >= JOIN_FLOATS;

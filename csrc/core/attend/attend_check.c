@@ -56,7 +56,7 @@ static void will_read(kvc_call *call, int key, int value)
     if (latent) call->key_spaces[kvc_format_rotated(value)] = true;
     call->value_spaces[kvc_format_rotated(latent ? key : value)] = true;
     call->affine |= !call->kernels->qk[key] || !call->kernels->pv[value];
-    for (int i = 0; i <= latent; i++) { /* latents are used for scores on both sides */
+    for (int i = 0; i < 1 + latent; i++) { /* latents are used for scores on both sides */
         int f = i ? value : key;
         call->limbs |= kvc_format_is_integer(f);
         call->halves |= f == KVC_RAW_BF16 || (f == KVC_INT8 && call->kernels->wide) ||

@@ -57,10 +57,11 @@ static bool load_query(kvc_work *w, kvc_query *query, int64_t first)
     plain->unit = a->scale;
     if (plain->half) plain->whole = kernels->halves(plain, w->rows, dim);
     scale_row(plain->q, w->rows * dim, a->scale);
-    for (int space = KVC_PLAIN; space < KVC_SPACES; space++) {
+    if (plain->hi) kernels->limbs(plain, w->rows, dim);
+    for (int space = KVC_ROTATED; space < KVC_SPACES; space++) {
         kvc_query_form *f = &query->forms[space];
         if (!f->q) continue;
-        if (space) memcpy(f->q, plain->q, (size_t)(w->rows * dim) * sizeof(float));
+        memcpy(f->q, plain->q, (size_t)(w->rows * dim) * sizeof(float));
         if (space == KVC_ROTATED) kernels->rotate(f->q, w->rows, dim);
         for (int64_t r = 0; space == KVC_DIGITS && r < w->rows; r++) kvc_spread(f->q + r * dim, dim);
         if (f->hi) kernels->limbs(f, w->rows, dim);

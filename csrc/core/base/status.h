@@ -15,7 +15,10 @@ kvc_status kvc_fail(kvc_status status, const char *format, ...) __attribute__((f
 
 #define KVC_CHECK(condition, status, ...)                                                                              \
     do {                                                                                                               \
-        if (!(condition)) return kvc_fail(status, __VA_ARGS__);                                                        \
+        if (!(condition)) {                                                                                            \
+            kvc_fail(status, __VA_ARGS__);                                                                             \
+            return status;                                                                                             \
+        }                                                                                                              \
     } while (0)
 
 #endif

@@ -81,7 +81,8 @@ static void put_value_token(const kvc_room *side, uint8_t *restrict tile, int64_
         for (int64_t d = 0; d < D; d++) tile[4 * (t / 4 * D + d) + t % 4] = cells[d];
         break;
     default: {
-        int bits = kvc_format_bits(side->format), period = 2 * bits, shift = bits * (int)(t / period);
+        int bits = kvc_format_bits(side->format), period = 2 * bits;
+        int shift = bits * (int)(t / period); /* NOLINT: 2 or 4 bits */
         uint8_t mask = (uint8_t)(((1 << bits) - 1) << shift), *out = tile + 4 * (t % period / 4 * D) + t % 4;
         for (int64_t d = 0; d < D; d++) out[4 * d] = (uint8_t)((out[4 * d] & ~mask) | cells[d] << shift);
     }
