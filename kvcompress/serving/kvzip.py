@@ -48,12 +48,14 @@ class KVzip:
 
     def __init__(self, budget: int | float = 0.3, prompt: Sequence[int] = (), *, chunk: int = 2048) -> None:
         self.budget = check_budget("KVzip", budget)
-        self.prompt, self.chunk = list(prompt), checks.integer("KVzip: chunk", chunk, 1)
+        self.prompt = [checks.integer("KVzip: prompt", x, 0) for x in checks.as_tensor(prompt).tolist()]
+        self.chunk = checks.integer("KVzip: chunk", chunk, 1)
 
     @torch.no_grad()
     def scores(self, model: PreTrainedModel, cache: KVCache, ids: Tensor) -> dict[int, Tensor]:
         """Scores of the tokens of the prefix ids [B, seen] by layer: float32 [B, H, seen]. Raises ValueError for
         sliding-window layers, padding, or a cache that does not hold exactly the tokens of ids."""
+        ids = checks.as_tensor(ids)
         layers: dict[int, Any] = {i: x for i, x in enumerate(cache.layers) if isinstance(x, PagedLayer)}
         seen = cache.get_seq_length()
         whole = all(
@@ -97,7 +99,7 @@ class KVzip:
         limit has no room for both."""
         scores = self.scores(model, cache, ids)
         heads = sum(x.shape[1] for x in scores.values())
-        seen = ids.shape[1]
+        seen = cache.get_seq_length()
         each = min(self.budget, seen) if isinstance(self.budget, int) else self.budget * seen
         for layer, x in scores.items():
             x[:, :, : cache.layers[layer].store.sinks] = torch.inf  # type: ignore[union-attr]

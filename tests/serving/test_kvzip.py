@@ -144,11 +144,13 @@ def test_what_it_cannot_do_is_refused():
     for cache, given in ((padded, tokens), (short, ids(1, 31)), (short, ids(2, 30)), (cache_of(m), ids(1, 1))):
         with pytest.raises(ValueError, match="KVzip: expected a cache that holds exactly the tokens"):
             KVzip(0.5).compress(m, cache, given)
-    KVzip(0.5).compress(m, short, ids(1, 30))
+    KVzip(0.5).compress(m, short, ids(1, 30).tolist())
     with pytest.raises(ValueError, match="without padding"):
-        KVzip(0.5).compress(m, short, ids(1, 30))
+        KVzip(0.5).compress(m, short, ids(1, 30).tolist())
     with pytest.raises(ValueError, match="budget"):
         KVzip(0)
+    with pytest.raises(TypeError, match="KVzip: prompt: expected an int, got float"):
+        KVzip(prompt=[5, 1.5])
     assert m.config._attn_implementation == "kvcompress"
 
 
