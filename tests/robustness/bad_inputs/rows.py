@@ -45,8 +45,8 @@ ROWS = {
     ),
     "found and gone before it is taken": ("test_threads.py::test_eight_threads",),
     "digests that collide": ("test_prefix.py::test_collisions_are_misses",),
-    "a key that forgets the model, the salt, the format": ("test_prefix.py::test_other_keys_miss",),
-    "who may know of a shared prefix": ("test_prefix.py::test_other_keys_miss",),
+    "a key that forgets the model, the salt, the format": ("test_prefix_keys.py::test_other_keys_miss",),
+    "who may know of a shared prefix": ("test_prefix_keys.py::test_other_keys_miss",),
     "hostile files": ("test_files.py::test_hostile_files", "test_files.py::test_damage_is_found"),
     "mutators that forget the quantized part": (
         "test_mutators.py::test_as_dynamic_cache", "test_matrix.py::test_sample",
