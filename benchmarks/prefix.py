@@ -4,7 +4,11 @@
 
 On the shipped model: a shared prefix of N tokens (a system prompt) and a question of --own tokens, a new one each
 round. The time is from the token ids to the first new token. Cold: an empty cache of the same format. Warm: the result
-of `PrefixCache.open`; from the host, from files: the same with an offloaded prefix. Interleaved, in one process."""
+of `PrefixCache.open`; from the host, from files: the same with an offloaded prefix. Interleaved, in one process.
+
+    python benchmarks/prefix.py --index N
+
+The index alone: the time to offload the pages of 64 tokens, by the number of those offloaded before, up to N."""
 
 from __future__ import annotations
 
@@ -15,13 +19,32 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers as hf
 from common import machine, save
 
-from kvcompress import PrefixCache, Tiers, enable
+from kvcompress import _C, PrefixCache, Tiers, enable, formats
 
 ROOT = Path(__file__).parents[1]
+
+
+def offload_in_index(most: int) -> None:
+    """Prints us per link, chains of 5 links, medians of the calls of each tenth."""
+    pool = _C.Pool()
+    index, page, root = _C.Prefix(pool), formats.entry_of(pool.take(np.array([64])), np.array([0])), b"r" * 32
+    for chain in range(most // 5):
+        index.put(root, np.arange(5) + 5 * chain, 1, 1, 1, 1, np.repeat(page, 5))
+    for tenth in range(10):
+        times = []
+        for _ in range(most // 10):
+            begin = time.perf_counter()
+            link, _, pages, _ = index.oldest(True)
+            entries, _ = index.entries(link, pages)
+            index.offload(link)
+            times.append(1e6 * (time.perf_counter() - begin))
+            pool.drop(np.ascontiguousarray(formats.offset_of(entries)))
+        print(f"{tenth * most // 10:7,} links offloaded before: {statistics.median(times):.1f} us per link")
 
 
 def main() -> None:
@@ -29,7 +52,11 @@ def main() -> None:
     parser.add_argument("--shared", type=int, default=2000)
     parser.add_argument("--own", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--index", type=int, default=0)
     options = parser.parse_args()
+    if options.index:
+        offload_in_index(options.index)
+        return
     warnings.filterwarnings("ignore")
     hf.logging.set_verbosity_error()
     torch.set_num_threads(2)
