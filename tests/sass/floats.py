@@ -130,7 +130,7 @@ def i2f(w, x):
     _put(w, x.operands[0], _rounded(value.astype(np.float64), m))
 
 
-@handles("F2I", knows="TRUNC NTZ FTZ U32 U64")
+@handles("F2I", "UF2I", knows="TRUNC NTZ FTZ U32 U64")
 def f2i(w, x):
     value = w.real(x.operands[1]).astype(np.float64)
     value = np.trunc(value) if "TRUNC" in x.modifiers else np.rint(value)
