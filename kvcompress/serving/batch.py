@@ -161,14 +161,18 @@ class _Rows:
         for i, (cache, layer, part) in enumerate(zip(batch.caches, layers, batch.parts, strict=True)):
             batch.failed = i  # if anything below raises
             cache.forward_pass.begin(self.index, layer)
-            own_k, own_v = k[:, :, part], v[:, :, part]
-            layer.fit(own_k, own_v)
-            layer.store.check_pair(own_k, own_v)
-            layer.before_append(batch.bases[i], own_k)
-            together[_kind(layer.store) if batch.counts[i] == 1 else i].append(i)
+            usual = batch.counts[i] == 1 and layer.format_checked and layer.store.seen > 0
+            if not usual:
+                layer.fit(k[:, :, part], v[:, :, part])
+            rows = together[_kind(layer.store) if batch.counts[i] == 1 else i]
+            if not (usual and rows):  # what the first row of a kind takes, the others take as well
+                layer.store.check_pair(k[:, :, part], v[:, :, part])
+                layer.before_append(batch.bases[i], k[:, :, part])
+            rows.append(i)
             batch.failed = None
-        summed = k if layers[0].store.page_store.latent else v
-        out = query.new_empty(1, query.shape[2], query.shape[1], summed.shape[3])
+        out = query.new_empty(
+            1, query.shape[2], query.shape[1], (k if layers[0].store.page_store.latent else v).shape[3]
+        )
         for rows in together.values():
             if len(rows) == 1:
                 part = batch.parts[rows[0]]
@@ -179,7 +183,7 @@ class _Rows:
                 out[:, part] = own
                 batch.failed = None
             else:
-                at = batch.last[rows]
+                at = slice(None) if len(rows) == query.shape[2] else batch.last[rows]
                 q1, k1, v1 = (x[0, :, at].transpose(0, 1).unsqueeze(2) for x in (query, k, v))
                 out[0, at] = attend_rows([layers[i].store for i in rows], q1, k1, v1, **options)[:, 0]
         for layer, base in zip(layers, batch.bases, strict=True):

@@ -8,7 +8,7 @@ import torch
 from generation import error, logits_of
 from models import ids, model
 
-from kvcompress import _C, H2O, Batch, KVCache, SnapKV, StreamingLLM, enable
+from kvcompress import _C, H2O, Batch, KVCache, PagedKV, SnapKV, StreamingLLM, enable
 
 LENGTHS = (50, 7, 90, 1)
 PASSES = [LENGTHS, *[(1, 1, 1, 1)] * 18, (1, 20, 1, 33), *[(1, 1, 1, 1)] * 20]
@@ -203,6 +203,27 @@ def test_a_sequence_that_cannot_be_admitted_concerns_itself_alone():
         outs.append(torch.cat([out, run(m, caches, tokens, [(1, 1)] * 20)]))
         pool.check()
     assert torch.equal(*outs)
+
+
+def test_sequences_that_decode_are_checked_together():
+    """The new tokens of equal sequences are sliced and checked once; another dtype among them is still found."""
+    m, pool = ours(), _C.Pool()
+    caches = [KVCache(m.config, "int8", page_size=16, pool=pool) for _ in range(5)]
+    run(m, caches, [ids(1, 60, seed=n) for n in range(5)], [(40,) * 5])
+    with pytest.MonkeyPatch.context() as patch:
+        checked, check = [], PagedKV.check_pair
+        patch.setattr(PagedKV, "check_pair", lambda store, *pair: checked.append(store) or check(store, *pair))
+        run(m, caches, [ids(1, 60, seed=n) for n in range(5)], [(1,) * 5])
+        assert checked == [layer.store for layer in caches[0].layers]
+    half = copy.deepcopy(m).half()
+    enable(half, verbose=False)
+    other = KVCache(m.config, "int8", page_size=16, pool=pool)
+    logits_of(half, other, [40], ids(1, 40))
+    step = Batch([*caches, other])
+    with pytest.raises(TypeError, match="float16"), torch.no_grad():
+        m(ids(1, 6), position_ids=step.positions, past_key_values=step)
+    assert step.failed == 5
+    assert [c.get_seq_length() for c in (*caches, other)] == [41] * 5 + [40]
 
 
 # ------------------------------------------------------------------ exceptions in the model's own code
