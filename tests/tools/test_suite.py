@@ -1,13 +1,15 @@
 """evaluate: its arguments, and its side effects."""
 
 import copy
+import math
 
 import models
 import pytest
+import torch
 from families import family
 
 import kvcompress
-from kvcompress.tools.evaluation import caches
+from kvcompress.tools.evaluation import caches, measure
 from kvcompress.tools.strategy import Strategy
 
 SMALL = {"context": 150, "scored": 48, "chunk": 16, "windows": 2, "cost": False, "progress": False}
@@ -36,3 +38,19 @@ def test_a_vision_tower_keeps_its_attention(strategy, meanwhile):
     with caches.attention_for(model, Strategy(strategy)):
         assert [config._attn_implementation for config in configs] == [meanwhile, "eager"]
     assert [config._attn_implementation for config in configs] == [before, "eager"]
+
+
+@pytest.mark.parametrize("scored", [1, 17, 40])
+def test_every_token_counts_once(scored):
+    """The results are means over tokens, also where they do not fill the last block."""
+    model, ids = models.model("llama"), models.ids(1, 201)
+    window, context = ids[:, : 151 + scored], 150
+    row = kvcompress.evaluate(model, window[0], ["int4"], **{**SMALL, "scored": scored, "windows": 1}).rows[1]
+    reference = measure.reference_logits(model, window[:, :-1], scored)
+    got = torch.cat(list(measure.logits_through(model, Strategy("int4"), window[:, :-1], scored, 16, 0)))
+    p, q = (x.double().log_softmax(-1) for x in (reference, got))
+    nll = -q.gather(-1, window[0, context + 1 :, None])
+    assert row["kl"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-6)
+    assert row["top1"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
+    assert row["ppl"] == pytest.approx(math.exp(nll.mean()), rel=1e-6)
+    assert math.isnan(row["kl_low"]) == (scored <= measure.BLOCK)

@@ -85,7 +85,7 @@ def figures(reference: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor
 
 
 def by_block(found: torch.Tensor) -> dict[str, list[float]]:
-    """{name: means over blocks of BLOCK tokens} of `figures`."""
+    """{name: means over blocks of BLOCK tokens} of `figures`; the last block may be shorter."""
     blocks = [part.mean(-1) for part in found.split(BLOCK, 1)]
     names = ("kl", "agree", "nll", "nll_reference", "accept")
     return {name: [float(b[i]) for b in blocks] for i, name in enumerate(names)}

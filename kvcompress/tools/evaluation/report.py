@@ -13,18 +13,26 @@ from typing import Any
 
 import numpy as np
 
+from .measure import BLOCK
+
 _RESAMPLES = 1000
 
 
-def bootstrap(values: Sequence[Any], statistic: Callable[[np.ndarray], np.ndarray] = np.asarray) -> tuple[float, float]:
+def bootstrap(
+    values: Sequence[Any],
+    statistic: Callable[[np.ndarray], np.ndarray] = np.asarray,
+    weights: Sequence[float] | None = None,
+) -> tuple[float, float]:
     """95% bootstrap interval of `statistic` of the mean of `values` (Efron 1979), numbers or several rows of numbers,
-    resampled together. NaN for fewer than two values."""
+    resampled together. weights: of the mean; default: equal. NaN for fewer than two values."""
     x = np.asarray(values, dtype=np.float64)
     n = x.shape[-1]
     if n < 2:
         return math.nan, math.nan
     picks = np.random.default_rng(0).integers(0, n, (_RESAMPLES, n))
-    low, high = np.quantile(statistic(x[..., picks].mean(-1)), (0.025, 0.975))
+    w = np.ones(n) if weights is None else np.asarray(weights, dtype=np.float64)
+    means = (x * w)[..., picks].sum(-1) / w[picks].sum(-1)
+    low, high = np.quantile(statistic(means), (0.025, 0.975))
     return float(low), float(high)
 
 
@@ -152,10 +160,13 @@ class Evaluation:
 
 def _quality(cells: list[tuple[dict[str, Any], Any]]) -> dict[str, Any]:
     pooled = {name: [x for _, result in cells for x in result[name]] for name in cells[0][1]}
-    mean = {name: float(np.mean(x)) for name, x in pooled.items()}
-    low, high = bootstrap(pooled["kl"])
+    tokens = [min(BLOCK, what["scored"] - at) for what, _ in cells for at in range(0, what["scored"], BLOCK)]
+    mean = {name: float(np.average(x, weights=tokens)) for name, x in pooled.items()}
+    low, high = bootstrap(pooled["kl"], weights=tokens)
     dppl_low, dppl_high = bootstrap(
-        [pooled["nll"], pooled["nll_reference"]], statistic=lambda nll: np.exp(nll[0]) - np.exp(nll[1])
+        [pooled["nll"], pooled["nll_reference"]],
+        statistic=lambda nll: np.exp(nll[0]) - np.exp(nll[1]),
+        weights=tokens,
     )
     return {
         "kl": max(mean["kl"], 0.0),
