@@ -9,6 +9,7 @@ import torch
 from families import family
 
 import kvcompress
+from kvcompress.hf.calibrate import calibrate
 from kvcompress.tools.evaluation import caches, measure
 from kvcompress.tools.strategy import Strategy
 
@@ -54,3 +55,22 @@ def test_every_token_counts_once(scored):
     assert row["top1"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
     assert row["ppl"] == pytest.approx(math.exp(nll.mean()), rel=1e-6)
     assert math.isnan(row["kl_low"]) == (scored <= measure.BLOCK)
+
+
+@pytest.mark.parametrize("name, value", [("prefill", -5), ("scored", 0), ("steps", 15), ("context", 100.0)])
+def test_settings_are_checked(name, value):
+    """A negative `prefill` would skip the context."""
+    with pytest.raises((ValueError, TypeError), match=f"evaluate: {name}: expected"):
+        kvcompress.evaluate(models.model("llama"), models.ids(1, 400)[0], "int8", **{**SMALL, name: value})
+
+
+def test_a_new_calibration_at_the_same_path_is_measured(tmp_path):
+    model, ids = models.model("llama"), models.ids(1, 600)[0]
+    path, folder = str(tmp_path / "m.kvcal"), tmp_path / "out"
+
+    def kl(out, seed):
+        calibrate(model, models.ids(1, 300, seed=seed)[0], context=260, tokens=260).save(path)
+        return kvcompress.evaluate(model, ids, f"cal2+calibration:{path}", out=out, **SMALL).rows[1]["kl"]
+
+    first = kl(folder, 1)
+    assert kl(folder, 2) == kl(None, 2) != first

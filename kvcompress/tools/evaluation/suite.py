@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ... import _C
+from ... import _C, checks
 from ...hf.backend import evaluating
 from ...hf.hub import from_hub
 from ..strategy import Strategy, expand
@@ -43,14 +44,18 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("context", "scored", "chunk", "windows", "samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"evaluate: {name}: expected at least 1, got {getattr(self, name)}")
-        if self.steps < 16:
-            raise ValueError(f"evaluate: steps: expected at least 16, got {self.steps}")
+        least = {"context": 1, "scored": 1, "chunk": 1, "prefill": 0, "windows": 1, "samples": 1, "steps": 16}
+        for name, at_least in least.items():
+            checks.integer(f"evaluate: {name}", getattr(self, name), at_least)
         unknown = sorted(set(self.tasks) - set(tasks.TASKS))
         if unknown:
             raise ValueError(f"evaluate: tasks: expected names out of {', '.join(tasks.TASKS)}, got {unknown}")
+
+
+def _calibration_hash(strategy: Strategy) -> dict[str, str]:
+    """{"calibration": hash of the file} of a strategy with a calibration, else {}: its path may get another content."""
+    file = strategy.options.get("calibration")
+    return {} if file is None else {"calibration": hashlib.sha256(Path(str(file)).read_bytes()).hexdigest()[:16]}
 
 
 class _Run:
@@ -75,7 +80,8 @@ class _Run:
                 shared.append({"kind": "task", "task": task, "sample": s.seed * 1000 + i, **how})
         if s.cost:
             shared.append({"kind": "cost", "context": s.context, "steps": s.steps, "threads": torch.get_num_threads()})
-        return [{**what, "strategy": str(x), **self.same} for what in shared for x in strategies]
+        own = [{"strategy": str(x), **_calibration_hash(x)} for x in strategies]
+        return [{**what, **x, **self.same} for what in shared for x in own]
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Computes data shared by adjacent cells once, and keeps it until the next key."""
@@ -146,11 +152,9 @@ def _settings(given: dict[str, Any], tokens: int | None) -> Settings:
     """The Settings. tokens: cover this many tokens with windows, end to end. Raises ValueError for unknown settings."""
     names = given.get("tasks", ())
     chosen = tasks.TASKS if names == "all" else (names,) if isinstance(names, str) else tuple(names)
-    try:
-        found = Settings(**{**given, "tasks": chosen})
-    except TypeError as error:
-        known = ", ".join(asdict(Settings()))
-        raise ValueError(f"evaluate: expected settings out of {known}; {str(error).split(' ', 1)[1]}") from None
+    if unknown := sorted(given.keys() - asdict(Settings()).keys()):
+        raise ValueError(f"evaluate: expected settings out of {', '.join(asdict(Settings()))}, got {unknown}")
+    found = Settings(**{**given, "tasks": chosen})
     if tokens is None:
         return found
     return replace(found, windows=max(1, tokens // (found.context + found.scored + 1)))
