@@ -324,17 +324,16 @@ class PageStore:
 
     def sealed_columns(self, b: int) -> int:
         """Number of leading columns of row b that are sealed in their final formats."""
-        full, entries = max(0, int(self.table.rows[b, 0, 0]) - self.sinks) // self.page_size, self.table.entries[b, 0]
-        for column in range(1, 1 + full):
-            if formats.pair_of(int(entries[column])) != self.sealed_format(column):
-                return column - 1
-        return full
+        full = max(0, int(self.table.rows[b, 0, 0]) - self.sinks) // self.page_size
+        raw = formats.pair_of(self.table.entries[b, 0, 1 : 1 + full]) != self.sealed_format(np.arange(1, 1 + full))
+        return int(raw.argmax()) if raw.any() else full
 
-    def sealed_format(self, column: int) -> int:
-        """Formats of a sealed page at `column`: K format << 8 | V format."""
+    def sealed_format(self, column: Any) -> Any:
+        """Formats of a sealed page at `column` (int, or an array of them): K format << 8 | V format."""
+        spans = [*self.table.spans, (0, *self.codes)]
         first = self.sinks + (column - 1) * self.page_size
-        key, value = next(((k, v) for end, k, v in self.table.spans if first < end), self.codes)
-        return key << 8 | value
+        pairs = np.array([key << 8 | value for _, key, value in spans])
+        return pairs[np.searchsorted([end for end, _, _ in spans[:-1]], first, side="right")]
 
     # ------------------------------------------------------------------ figures
 

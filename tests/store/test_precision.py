@@ -31,6 +31,13 @@ def test_a_span_stores_what_a_layer_of_its_format_stores():
     # Pages start at 4, 20, 36, 52, 68, 84, 100, 116 (open).
     wanted = ["raw", "int8", "int8", "kivi4", "kivi4", "raw", "int2", "raw", "raw"]
     assert [key for key, _ in names(mixed)] == wanted and names(mixed)[3] == ("kivi4", "int4")
+    store = mixed.page_store
+    pairs = [(formats.name_of(x >> 8), formats.name_of(x & 255)) for x in store.sealed_format(np.arange(1, 7)).tolist()]
+    assert pairs == names(mixed)[1:7]
+    assert pairs[2] == tuple(formats.name_of(x) for x in divmod(int(store.sealed_format(3)), 256))
+    assert store.sealed_columns(0) == 6  # the newest two pages are raw
+    store.table.spans = [(20, *store.codes_of["int2", "int2"])]
+    assert store.sealed_columns(0) == 0
     pure = {"int8": ("int8", "int8"), "kivi4": ("kivi4", "int4"), "int2": ("int2", "int2"), "raw": ("raw", "raw")}
     dense = {name: filled({"key": k, "value": v}).dense() for name, (k, v) in pure.items()}
     for side in (0, 1):
