@@ -131,6 +131,46 @@ static void test_uneven(kvc_pool *pool, int key)
     play_close(&p);
 }
 
+/* One long sequence in a batch of short ones is split into runs, though there is an item for each of 64 sequences. */
+static void test_skewed(kvc_pool *pool)
+{
+    enum { B = 64, D = 32 };
+    play p;
+    kvc_spec s = spec_of(1, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8);
+    play_open(&p, pool, &s, 1, 1, 800);
+    play_step(&p, &(step){.T = 800, .queries = -1});
+    kvc_attend_args one = play_plan_call(&p, 0, 1, false), a = one;
+    for (int64_t d = 0; d < D; d++) ref_put(p.dtype, a.q.data, d, (float)sin((double)d));
+    int64_t bytes = a.store.columns * (int64_t)sizeof *a.store.table, rows[B][2];
+    char *table = malloc((size_t)(B * bytes));
+    float out[2][B * D], lse[2][B];
+    for (int64_t b = 0; b < B; b++) {
+        memcpy(table + b * bytes, a.store.table, (size_t)bytes);
+        rows[b][0] = b == 40 ? 800 : 1 + b % 16; /* 51 or 2 columns */
+        rows[b][1] = 0;
+    }
+    a.store.table = (const int64_t *)(const void *)table, a.store.rows = rows[0], a.store.batch = B;
+    a.q.stride[0] = 0;
+    for (int i = 0; i < 2; i++) {
+        a.exec = i ? in_threads : (kvc_exec){counting};
+        a.out = (kvc_dense){out[i], {D, D, D}, KVC_F32}, a.lse = lse[i];
+        handed = 0;
+        OK(kvc_attend(&a));
+        CHECK(handed == (i ? 0 : B - 1 + 6)); /* runs of 8 columns */
+    }
+    CHECK(memcmp(out[0], out[1], sizeof *out) == 0 && memcmp(lse[0], lse[1], sizeof *lse) == 0);
+    for (int64_t b = 0; b < B; b++) {
+        one.store.rows = rows[b];
+        OK(kvc_attend(&one));
+        CHECK(fabsf(one.lse[0] - lse[0][b]) < 1e-5f);
+        for (int64_t d = 0; d < D; d++) CHECK(fabsf(((float *)one.out.data)[d] - out[0][b * D + d]) < 1e-5f);
+    }
+    free(table);
+    kvc_table_rollback(p.t);
+    play_end_call(&one);
+    play_close(&p);
+}
+
 /* Eight heads with interleaved pages, also with accumulated attention. */
 static void test_side_by_side(kvc_pool *pool)
 {
@@ -276,6 +316,7 @@ void test_driver(void)
     test_side_by_side(pool);
     test_uneven(pool, KVC_INT8);
     test_uneven(pool, KVC_INT4);
+    test_skewed(pool);
     test_left_behind(pool);
     test_seals(pool);
     test_neighbours(pool, KVC_RAW_F32, KVC_INT8);

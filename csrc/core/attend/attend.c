@@ -14,17 +14,16 @@
 
 #define BLOCK_ROWS 64          /* approximate number of query rows (tokens x G) per item */
 #define WIDE_ROWS 256          /* the same for wide kernels, if there are enough items */
-#define RUNS 64                /* sequences are split into runs until there are about this many items */
+#define RUNS 64                /* number of equal parts of a call's columns; longer items are split into runs */
 #define RUN_COLUMNS 8          /* minimum number of columns per run */
-#define JOIN_ROWS 16           /* rows per work unit when runs are merged in a separate parallel pass */
 #define JOIN_FLOATS 262144     /* minimum number of partial floats for which that pass is used */
 #define TOGETHER_ROW_BYTES 512 /* minimum page size in bytes per query row of an item for interleaving heads */
 #define WORTH_THREADS 65536    /* bytes that one core reads in the time it takes to wake another thread */
 
 typedef struct driver {
     kvc_job job;
-    float *partial;   /* [items][part_floats]; NULL if runs == 1 */
-    atomic_int *left; /* unfinished runs per (sequence, head, block); NULL if join_items merges all of them */
+    float *partial;   /* [parts][part_floats] */
+    atomic_int *done; /* [parts] finished runs, at the first of them; NULL if join_parts merges all */
     atomic_llong next;
     atomic_bool failed;
 } driver;
@@ -81,10 +80,10 @@ static void to_plain(const kvc_call *call, float *const *o, const bool *summed, 
 }
 
 /* Merges the runs of one row, scaled by `factor`. Runs may have accumulated in different spaces. */
-static void join_runs(const kvc_job *job, const float *p, int64_t size, const int *space, const float *factor,
-                      float *const *o, bool *summed)
+static void join_runs(const kvc_job *job, const float *p, int64_t size, int64_t runs, const int *space,
+                      const float *factor, float *const *o, bool *summed)
 {
-    int64_t Dv = kvc_out_dim(job->call), runs = job->runs;
+    int64_t Dv = kvc_out_dim(job->call);
     bool one = true;
     for (int64_t run = 1; run < runs; run++) one &= space[run] == space[0];
     if (one) { /* NOLINTNEXTLINE: there is at least one run */
@@ -106,21 +105,22 @@ static void join_rows(driver *d, const kvc_work *w, int64_t r0, int64_t r1)
 {
     const kvc_job *job = &d->job;
     int64_t rows = job->block_tokens * job->group, Dv = kvc_out_dim(job->call), size = part_floats(job);
-    const float *p = d->partial + w->at.group * job->runs * size;
+    int64_t runs = w->at.runs;
+    const float *p = d->partial + w->at.part * size;
     float o[KVC_SPACES][KVC_MAX_DIM], factor[RUNS];
     int space[RUNS];
-    for (int64_t run = 0; run < job->runs; run++) space[run] = (int)p[run * size + rows * (Dv + 2)];
+    for (int64_t run = 0; run < runs; run++) space[run] = (int)p[run * size + rows * (Dv + 2)];
     for (int64_t r = r0; r < r1; r++) {
         float m = -INFINITY, l = 0;
         bool summed[KVC_SPACES] = {0};
-        for (int64_t run = 0; run < job->runs; run++) m = fmaxf(m, p[run * size + rows * Dv + r]);
-        for (int64_t run = 0; run < job->runs; run++) {
+        for (int64_t run = 0; run < runs; run++) m = fmaxf(m, p[run * size + rows * Dv + r]);
+        for (int64_t run = 0; run < runs; run++) {
             factor[run] = m > -INFINITY ? expf(p[run * size + rows * Dv + r] - m) : 0;
             l += factor[run] * p[run * size + rows * (Dv + 1) + r];
         }
         float *of[KVC_SPACES];
         for (int i = 0; i < KVC_SPACES; i++) of[i] = o[i];
-        join_runs(job, p + r * Dv, size, space, factor, of, summed);
+        join_runs(job, p + r * Dv, size, runs, space, factor, of, summed);
         to_plain(job->call, of, summed, 1);
         write_out(w, r, o[KVC_PLAIN], m, l);
     }
@@ -134,24 +134,24 @@ static void begin_item(kvc_work *w, int64_t item)
 }
 
 /* The worker that finishes the last run of a block merges its runs while they are still in cache. */
-static void end_item(driver *d, kvc_work *w, int64_t item)
+static void end_item(driver *d, kvc_work *w)
 {
     const kvc_job *job = &d->job;
     int64_t Dv = kvc_out_dim(job->call), rows = job->block_tokens * job->group;
     int space = KVC_PLAIN, spaces = 0;
     for (int i = 0; i < KVC_SPACES; i++)
         if (w->summed[i]) space = i, spaces++;
-    bool plain = spaces != 1 || !d->partial;
+    bool plain = spaces != 1 || w->at.runs == 1;
     if (plain && !w->summed[KVC_PLAIN]) memset(w->o[KVC_PLAIN], 0, (size_t)(w->rows * Dv) * sizeof(float));
     if (plain) to_plain(job->call, w->o, w->summed, w->rows), space = KVC_PLAIN;
-    if (d->partial) {
-        float *p = d->partial + item * part_floats(job);
+    if (w->at.runs > 1) {
+        float *p = d->partial + (w->at.part + w->at.run) * part_floats(job);
         memcpy(p, w->o[space], (size_t)(w->rows * Dv) * sizeof(float));
         memcpy(p + rows * Dv, w->m, (size_t)w->rows * sizeof(float));
         memcpy(p + rows * (Dv + 1), w->l, (size_t)w->rows * sizeof(float));
         p[rows * (Dv + 2)] = (float)space;
-        if (d->left && atomic_fetch_sub(&d->left[w->at.group], 1) > 1) return;
-        if (d->left) join_rows(d, w, 0, w->rows);
+        if (d->done && atomic_fetch_add(&d->done[w->at.part], 1) + 1 < w->at.runs) return;
+        if (d->done) join_rows(d, w, 0, w->rows);
     } else {
         for (int64_t r = 0; r < w->rows; r++) write_out(w, r, w->o[KVC_PLAIN] + r * Dv, w->m[r], w->l[r]);
     }
@@ -176,7 +176,7 @@ static kvc_status attend_some(driver *d, int64_t share)
             kvc_work *w = &works[v->lane];
             if (v->item != w->at.item) begin_item(w, v->item);
             if (v->n > 0) kvc_page_attend(w, v, distance);
-            if (v->last) end_item(d, w, v->item);
+            if (v->last) end_item(d, w);
         }
     }
     if (wide) wide->end();
@@ -192,17 +192,19 @@ static void attend_items(int64_t begin, int64_t end, void *context)
     if (attend_some(d, end - begin) != KVC_OK) atomic_store(&d->failed, true);
 }
 
-/* Merges runs in parallel after all items are done; [begin, end) are units of JOIN_ROWS rows. */
-static void join_items(int64_t begin, int64_t end, void *context)
+/* Merges runs in parallel after all items are done: for each part, its share of the rows of its block. */
+static void join_parts(int64_t begin, int64_t end, void *context)
 {
     driver *d = context;
     kvc_job *job = &d->job;
-    int64_t pieces = kvc_ceil_div(job->block_tokens * job->group, JOIN_ROWS);
     kvc_work w = {.at = {.job = job}};
+    int64_t b = 0;
     for (int64_t i = begin; i < end; i++) {
-        int64_t r0 = i % pieces * JOIN_ROWS;
-        kvc_place_at(&w.at, i / pieces * job->runs);
-        join_rows(d, &w, r0, kvc_min(r0 + JOIN_ROWS, w.at.tokens * job->group));
+        KVC_SEEK(job->call, b, i, attend_part);
+        const kvc_row *first = kvc_call_row(job->call, b, 0);
+        kvc_place_at(&w.at, first->attend_item + i - first->attend_part);
+        int64_t rows = w.at.tokens * job->group;
+        join_rows(d, &w, rows * w.at.run / w.at.runs, rows * (w.at.run + 1) / w.at.runs);
     }
 }
 
@@ -219,7 +221,7 @@ static int64_t heads_together(const kvc_job *job)
     if (job->blocks > 1 || !kvc_view_at(&p, p.columns / 2, &v)) return 1;
     /* With accumulated attention, weights are buffered per head; fp32 weights need too much memory for interleaving to
      * pay off. */
-    if (job->call->a->accumulated && (job->runs == 1 || kvc_format_is_raw(v.key))) return 1;
+    if (job->call->a->accumulated && (!job->parts || kvc_format_is_raw(v.key))) return 1;
     if (v.layout.bytes < TOGETHER_ROW_BYTES * rows) return 1;
     while (s->heads % n) n--;
     return n;
@@ -236,46 +238,77 @@ static int64_t block_tokens(const kvc_call *call, int64_t group)
     return kvc_min(call->most_queries, kvc_max(1, rows / group));
 }
 
+/* Blocks of a sequence, over all heads; columns of its longest head. */
+static int64_t blocks_of(const kvc_job *job, int64_t b)
+{
+    return job->call->a->store.heads * kvc_ceil_div(kvc_call_row(job->call, b, 0)->queries, job->block_tokens);
+}
+static int64_t columns_of(const kvc_job *job, int64_t b)
+{
+    int64_t columns = 0;
+    for (int64_t ht = 0; ht < job->call->a->store.table_heads; ht++)
+        columns = kvc_max(columns, kvc_item_columns(job->call, kvc_call_row(job->call, b, ht)));
+    return columns;
+}
+
+/* Splits sequences into runs, so that no item has much more than 1/RUNS of the call's columns, and numbers the items.
+ * With accumulated attention all have equally many runs, since the buffers of all blocks have the size of the longest.
+ * Returns the columns of all blocks together. */
+static int64_t split(kvc_job *job, kvc_row *rows)
+{
+    const kvc_attend_args *a = job->call->a;
+    int64_t groups = 0, all = 0, B = a->store.batch;
+    /* Partial results grow with the number of rows, so blocks of many rows use longer runs. */
+    int64_t least = RUN_COLUMNS * kvc_max(1, job->block_tokens * job->group / BLOCK_ROWS);
+    for (int64_t b = 0; b < B; b++) {
+        groups += blocks_of(job, b);
+        all += blocks_of(job, b) * columns_of(job, b);
+        job->columns = kvc_max(job->columns, columns_of(job, b));
+    }
+    if (a->accumulated) all = groups * job->columns;
+    groups = 0;
+    for (int64_t b = 0; b < B; b++) {
+        kvc_row *row = &rows[b * a->store.table_heads];
+        int64_t columns = a->accumulated ? job->columns : columns_of(job, b), blocks = blocks_of(job, b);
+        row->runs = kvc_max(1, kvc_min(columns * RUNS / kvc_max(1, all), columns / least));
+        row->attend_group = groups;
+        row->attend_item = job->items;
+        row->attend_part = job->parts;
+        groups += blocks;
+        job->items += blocks * row->runs;
+        if (row->runs > 1) job->parts += blocks * row->runs;
+    }
+    return all;
+}
+
 static kvc_status attend(kvc_call *call)
 {
     const kvc_attend_args *a = call->a;
     const kvc_store *s = &a->store;
-    driver d = {.job = {.call = call, .group = a->query_heads / s->heads}};
+    driver d = {.job = {.call = call, .group = a->query_heads / s->heads, .next = &d.next}};
     kvc_job *job = &d.job;
-    for (int64_t r = 0; r < s->batch * s->table_heads; r++)
-        job->columns = kvc_max(job->columns, kvc_item_columns(call, &call->rows[r]));
     job->block_tokens = block_tokens(call, job->group);
     job->blocks = kvc_ceil_div(call->most_queries, job->block_tokens);
-    int64_t blocks = 0, rows = job->block_tokens * job->group;
-    for (int64_t b = 0; b < s->batch; b++) {
-        kvc_row *row = &call->rows[b * s->table_heads];
-        row->attend_item = blocks;
-        blocks += s->heads * kvc_ceil_div(row->queries, job->block_tokens);
-    }
-    int64_t many = kvc_max(1, rows / BLOCK_ROWS); /* partial results grow with the number of rows, so use longer runs */
-    job->runs = kvc_max(1, kvc_min(RUNS / kvc_max(1, blocks), job->columns / (RUN_COLUMNS * many)));
+    int64_t columns = split(job, call->rows), floats = job->parts * part_floats(job);
     kvc_status status = a->accumulated ? kvc_accumulated_begin(job) : KVC_OK;
-    if (status == KVC_OK && job->runs > 1) {
-        bool together = !a->accumulated && blocks * job->runs * part_floats(job) >= JOIN_FLOATS;
-        status = kvc_scratch(blocks * job->runs * part_floats(job), sizeof(float), &d.partial);
-        if (status == KVC_OK && !together) status = kvc_scratch(blocks, sizeof *d.left, &d.left);
-        for (int64_t i = 0; status == KVC_OK && d.left && i < blocks; i++) atomic_init(&d.left[i], (int)job->runs);
+    if (status == KVC_OK && job->parts) {
+        bool together = !a->accumulated && floats >= JOIN_FLOATS;
+        status = kvc_scratch(floats, sizeof(float), &d.partial);
+        if (status == KVC_OK && !together) status = kvc_scratch(job->parts, sizeof *d.done, &d.done);
+        for (int64_t i = 0; status == KVC_OK && d.done && i < job->parts; i++) atomic_init(&d.done[i], 0);
     }
     if (status == KVC_OK) {
-        int64_t read =
-            job->columns * s->page_size * (s->key_dim + s->value_dim) * blocks; /* about one byte per element */
+        int64_t read = columns * s->page_size * (s->key_dim + s->value_dim); /* about one byte per element */
         atomic_init(&d.next, 0);
-        job->items = blocks * job->runs;
         job->together = heads_together(job);
-        job->next = &d.next;
         kvc_run(&a->exec, job->items, read * job->block_tokens, attend_items, &d);
         if (atomic_load(&d.failed)) status = kvc_no_workspace("attend");
-        int64_t joins = blocks * kvc_ceil_div(rows, JOIN_ROWS);
-        if (status == KVC_OK && d.partial && !d.left) kvc_run(&a->exec, joins, joins * WORTH_THREADS, join_items, &d);
+        if (status == KVC_OK && d.partial && !d.done)
+            kvc_run(&a->exec, job->parts, job->parts * WORTH_THREADS, join_parts, &d);
     }
     if (a->accumulated) kvc_accumulated_end(job);
     kvc_scratch_free(d.partial);
-    kvc_scratch_free(d.left);
+    kvc_scratch_free(d.done);
     return status;
 }
 

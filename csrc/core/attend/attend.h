@@ -20,10 +20,12 @@ typedef struct kvc_row {
     int64_t filling, filling_column; /* entry or KVC_NONE */
     /* The sequence's part of the call, the same in all its rows. */
     int32_t *flag;
-    int64_t token, own_slot;     /* its first token in q, k, v and out; slot of that of k */
-    int64_t queries, query_slot; /* how many, slot of the first */
-    int64_t own_columns;         /* pages per head in own_pages, after own_page pages of other sequences */
-    int64_t own_page, write_item, attend_item; /* totals of the preceding sequences */
+    int64_t token, own_slot;      /* its first token in q, k, v and out; slot of that of k */
+    int64_t queries, query_slot;  /* how many, slot of the first */
+    int64_t own_columns;          /* pages per head in own_pages, after own_page pages of other sequences */
+    int64_t own_page, write_item; /* totals of the preceding sequences */
+    int64_t runs;                 /* into which attend.c splits the columns of the sequence */
+    int64_t attend_group, attend_item, attend_part; /* totals again, see kvc_place */
 } kvc_row;
 
 /* A sequence of a call whose sequences have different numbers of tokens (kvc_attend_varlen). */
@@ -92,7 +94,7 @@ kvc_status kvc_call_write(kvc_call *call);
 kvc_status kvc_no_workspace(const char *op);
 /* attend.c: runs body over [0, n), in parallel if `bytes` of memory traffic justify waking threads. */
 void kvc_run(const kvc_exec *exec, int64_t n, int64_t bytes, void (*body)(int64_t, int64_t, void *), void *context);
-/* The sequence of an item, searched from b on. first: offset of write_item or attend_item. */
+/* The sequence of an item, searched from b on. first: the field with the total of items before. */
 #define KVC_SEEK(call, b, item, first)                                                                                 \
     while ((b) + 1 < (call)->a->store.batch && kvc_call_row(call, (b) + 1, 0)->first <= (item)) (b)++
 /* Writes, attends and finishes the call. */

@@ -37,7 +37,7 @@ kvc_status kvc_accumulated_begin(kvc_job *job)
     const kvc_store *s = &a->store;
     int64_t heads = s->batch * s->heads;
     job->kept_width = kvc_max(s->page_size, kvc_sink_tokens(s->sinks));
-    if (job->runs > 1) KVC_TRY(take_room(job, heads * job->blocks, &job->kept));
+    if (job->parts) KVC_TRY(take_room(job, heads * job->blocks, &job->kept));
     if (job->blocks == 1) return KVC_OK;
     KVC_TRY(kvc_scratch(heads * a->accumulated_width, sizeof *job->total, &job->total));
     for (int64_t i = 0; i < heads * a->accumulated_width; i++) atomic_init(&job->total[i], 0);
@@ -56,22 +56,22 @@ void kvc_accumulated_end(kvc_job *job)
 kvc_status kvc_kept_begin(kvc_work *w)
 {
     const kvc_job *job = w->at.job;
-    return job->call->a->accumulated && job->runs == 1 ? take_room(job, 1, &w->kept) : KVC_OK;
+    return job->call->a->accumulated && !job->parts ? take_room(job, 1, &w->kept) : KVC_OK;
 }
 
 void kvc_kept_end(kvc_work *w)
 {
-    if (w->at.job->runs == 1) give_room(&w->kept);
+    if (!w->at.job->parts) give_room(&w->kept);
 }
 
 void kvc_kept_at(kvc_work *w, int64_t group)
 {
     const kvc_job *job = w->at.job;
     int64_t rows = job->columns * kvc_block_rows(job);
-    if (job->runs > 1)
+    if (job->parts)
         w->kept = kvc_kept_from(&job->kept, group * rows, job->kept_width);
     else
-        for (int64_t i = 0; i < rows; i++) w->kept.m[i] = -INFINITY;
+        for (int64_t i = 0; i < w->at.columns * kvc_block_rows(job); i++) w->kept.m[i] = -INFINITY;
 }
 
 /* lse of row r of the block. Returns +inf, which makes the weights 0, for queries of padding and for rows with a

@@ -33,15 +33,18 @@ static bool begin_run(kvc_ahead *x)
 {
     const kvc_job *job = x->places->job;
     if (x->at >= x->end && !take_items(x)) return false;
-    int64_t heads = job->together, bundle = x->at / (heads * job->runs), run = x->at / heads % job->runs;
-    x->first = x->lane = x->at % heads;
+    KVC_SEEK(job->call, x->b, x->at, attend_item);
+    const kvc_row *row = kvc_call_row(job->call, x->b, 0);
+    int64_t at = x->at - row->attend_item, heads = job->together;
+    int64_t bundle = at / (heads * row->runs), run = at / heads % row->runs;
+    x->first = x->lane = at % heads;
     x->last = kvc_min(heads, x->first + x->end - x->at);
     x->at += x->last - x->first;
     x->step = 0;
     x->steps = 1;
     for (int64_t i = x->first; i < x->last; i++) {
         kvc_place *p = &x->places[i];
-        kvc_place_at(p, (bundle * heads + i) * job->runs + run);
+        kvc_place_at(p, row->attend_item + (bundle * heads + i) * row->runs + run);
         x->steps = kvc_max(x->steps, p->end - p->begin);
     }
     return true;

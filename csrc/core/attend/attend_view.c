@@ -154,18 +154,20 @@ bool kvc_look(const kvc_place *p, const kvc_view *v, int64_t r0, int64_t n, uint
 void kvc_place_at(kvc_place *p, int64_t item)
 {
     const kvc_job *job = p->job;
-    int64_t run = item % job->runs, group = item / job->runs;
-    KVC_SEEK(job->call, p->b, group, attend_item);
+    KVC_SEEK(job->call, p->b, item, attend_item);
     const kvc_row *first = kvc_call_row(job->call, p->b, 0);
-    int64_t blocks = kvc_ceil_div(first->queries, job->block_tokens), at = group - first->attend_item;
+    int64_t blocks = kvc_ceil_div(first->queries, job->block_tokens), at = (item - first->attend_item) / first->runs;
     p->h = at / blocks;
     p->item = item;
-    p->group = group;
+    p->group = first->attend_group + at;
+    p->runs = first->runs;
+    p->run = (item - first->attend_item) % p->runs;
+    p->part = first->attend_part + at * p->runs;
     p->row = kvc_call_row(job->call, p->b, p->h);
     p->columns = kvc_item_columns(job->call, p->row);
     p->stored_columns = stored_columns(job->call, p->row);
-    p->begin = p->columns * run / job->runs;
-    p->end = p->columns * (run + 1) / job->runs;
+    p->begin = p->columns * p->run / p->runs;
+    p->end = p->columns * (p->run + 1) / p->runs;
     p->t0 = at % blocks * job->block_tokens;
     p->tokens = kvc_min(job->block_tokens, p->row->queries - p->t0);
 }

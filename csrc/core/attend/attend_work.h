@@ -16,14 +16,14 @@ typedef struct kvc_kept {
 
 typedef struct kvc_job {
     const kvc_call *call;
-    /* GQA group size; tokens per block; blocks and runs per (sequence, head) */
-    int64_t group, block_tokens, blocks, runs;
-    int64_t columns; /* of the longest sequence */
+    int64_t group, block_tokens, blocks; /* GQA group size; tokens per block; blocks of the longest (sequence, head) */
+    int64_t columns;                     /* of the longest sequence */
     int64_t items;
+    int64_t parts;      /* items of sequences with several runs, whose results are merged */
     int64_t together;   /* number of heads whose items are interleaved (attend_order.c) */
     atomic_llong *next; /* number of items claimed so far */
-    /* Accumulated attention (see attend_accumulated.c): buffers of all blocks if there are several runs, and
-     * sums over blocks. */
+    /* Accumulated attention (see attend_accumulated.c), where all sequences have equally many runs: buffers of all
+     * blocks if these are several, and sums over blocks. */
     kvc_kept kept;
     int64_t kept_width;
     atomic_llong *total; /* [B, H, accumulated_width] in fixed point; NULL for a single block */
@@ -34,6 +34,7 @@ typedef struct kvc_place {
     const kvc_job *job;
     const kvc_row *row;
     int64_t item, b, h, group; /* group: index of the (sequence, head, block) that its runs share */
+    int64_t run, runs, part;   /* which of the runs; part: index of the first one's partial result */
     int64_t t0, tokens;        /* first query token and number of query tokens of the block */
     int64_t begin, end;        /* columns of the run */
     int64_t columns;           /* of the sequence */
@@ -110,7 +111,7 @@ void kvc_place_at(kvc_place *p, int64_t item);
 enum { KVC_AHEAD = 2, KVC_AHEAD_PAGES = 4 };
 typedef struct kvc_ahead {
     kvc_place places[KVC_TOGETHER];  /* by lane */
-    int64_t at, end;                 /* claimed range of items */
+    int64_t at, end, b;              /* claimed range of items; sequence of the first */
     int64_t lane, first, last;       /* next lane; range of lanes in progress */
     int64_t step, steps;             /* current column of their runs; length of the longest */
     int64_t share;                   /* this worker's share of job->items if all were equally fast */
