@@ -133,6 +133,8 @@ def patch_generate(model: Any, *args: Any, fused: bool = True, **options: Any) -
         TypeError, ValueError: as KVCache and `enable`; the model is then unchanged.
     """
     inner = backend.base_model("patch_generate", model)
-    patch = Patch(KVCache(inner.config, *args, **options).to_dict())
+    cache = KVCache(inner.config, *args, **options)
+    # The calibration itself, since its file may be moved or replaced between calls.
+    patch = Patch({**cache.to_dict(), "calibration": cache.forward_pass.calibration})
     patch.apply(inner, fused)
     return patch

@@ -310,6 +310,19 @@ def test_a_calibration_without_a_file_goes_along(made):
     assert again.forward_pass.calibration is found
 
 
+def test_a_patched_model_keeps_its_calibration(made, tmp_path):
+    """generate() does not read the file again, which may be moved or replaced meanwhile."""
+    model, found = made
+    ids, path = models.ids(1, 100), tmp_path / "m.kvcal"
+    found.save(path)
+    want = model.generate(ids, past_key_values=KVCache(model.config, "cal2", calibration=path), max_new_tokens=8)
+    for given in (path, Calibration.load(path)):
+        found.save(path)
+        with patch_generate(model, "cal2", calibration=given):
+            path.unlink()
+            assert torch.equal(model.generate(ids, max_new_tokens=8), want)
+
+
 def test_a_head_without_variance_gets_the_identity(made):
     model, ids = copy.deepcopy(made[0]), models.ids(1, 400)
     with torch.no_grad():
@@ -352,6 +365,8 @@ def test_command(tmp_path, capsys):
     said = json.loads(capsys.readouterr().out)
     assert said["layers"] == 6 and said["wrote"] == str(out) and said["tokens"] == 600
     KVCache(AutoConfig.from_pretrained(folder), "cal2", calibration=out)
+    assert main([*arguments[:-2], "400", "--json"]) == 0  # one pass of 400; the other 200 tokens are not read
+    assert json.loads(capsys.readouterr().out)["tokens"] == 400
     assert main([*arguments[:3], str(tmp_path / "none.txt")]) == 1 and "expected a file" in capsys.readouterr().err
 
 

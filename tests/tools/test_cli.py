@@ -54,6 +54,7 @@ def test_inspect(tmp_path, capsys):
         ([MODEL, "-s", "int5"], "expected a format"),
         ([MODEL, "--tasks", "needle"], "tasks: expected names"),
         ([MODEL, "--context", "0"], "at least 1"),
+        ([MODEL, "elsewhere/books-tiny"], "different last parts"),
     ],
 )
 def test_mistakes_are_one_line(arguments, hint, tmp_path, capsys):

@@ -49,10 +49,14 @@ def _each_model(args: argparse.Namespace, work: Callable[[Any, Any, Path], dict[
 
     theirs.set_verbosity_error()
     theirs.disable_progress_bar()
-    whole = {}
-    for name in _models(args.models):
+    whole: dict[str, Any] = {}
+    names = {name.rstrip("/").rsplit("/", 1)[-1]: name for name in _models(args.models)}
+    if len(names) < len(args.models):
+        raise ValueError(
+            f"MODEL: expected models with different last parts, which name their results, got {args.models}"
+        )
+    for short, name in names.items():
         model, tokenizer = _load(name)
-        short = name.rstrip("/").rsplit("/", 1)[-1]
         whole[short] = work(model, tokenizer, Path(args.out) / short)
     if args.json:
         print(json.dumps(whole, indent=1))
@@ -96,6 +100,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _calibrate(args: argparse.Namespace) -> int:
     from ...hf.calibrate import calibrate
+    from ...hf.configs import text_config
     from ..evaluation import data
 
     texts = [_text(text) for text in args.text]
@@ -103,7 +108,8 @@ def _calibrate(args: argparse.Namespace) -> int:
     ids = [data.load_ids(text, tokenizer, data.vocabulary(model)) for text in texts]
     found = calibrate(model, ids, context=args.context, tokens=args.tokens)
     found.save(args.out)
-    read = sum(min(args.tokens // len(ids), len(x)) for x in ids)
+    part = min(args.context, getattr(text_config(model.config), "max_position_embeddings", None) or args.context)
+    read = sum(min(args.tokens // len(ids), len(x)) // part * part for x in ids)  # whole passes only
     said = {"wrote": args.out, "layers": len(found.layers), "tokens": read, "model": found.model}
     note = f'wrote {args.out}: KVCache(model.config, "cal2", calibration={args.out!r})'
     print(json.dumps(said, indent=1) if args.json else note)
