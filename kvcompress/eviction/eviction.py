@@ -245,6 +245,7 @@ class Eviction:
         seen = self.accumulated
         seen.process_pending(self.attention_of)
         plain: dict[str, Any] = {"pads": self.pads.runs, "count": self.count, "attention": seen.attention}
+        plain |= {"overdue": True} if self.overdue else {}
         tensors = {"queries": torch.cat(seen.queries, 2).cpu()} if seen.queries else {}
         if self.evicted:
             tensors |= self.evicted.state()
@@ -261,6 +262,7 @@ class Eviction:
             raise ValueError(f"expected queries of {store.batch} rows, got {list(queries[0].shape)}")
         self.on_restored(queries)
         self.pads.runs, self.count = runs_of(store, plain), int(plain["count"])
+        self.overdue = bool(plain.get("overdue"))
         how: dict[str, Any] = {name: x if x is None else float(x) for name, x in plain["attention"].items()}
         if "window" in how:
             how["window"] = int(how["window"])

@@ -196,6 +196,10 @@ class PagedLayer(checks.ProcessBound, CacheLayerMixin, instead="copy.deepcopy() 
         if self.is_initialized and (evict := self.store.eviction) and not evict.defers(self.recording):
             evict.evict_or_defer()
 
+    def has_drafts(self) -> bool:
+        """True if a crop may remove tokens of the last call, for which an eviction waits."""
+        return bool(self.recording and self.is_initialized and self.store.eviction and self.store.eviction.overdue)
+
     def evict_deferred(self) -> None:
         """Runs an eviction that ran out of memory after the last call, before the kept tokens are read."""
         if self.is_initialized and self.store.eviction:

@@ -158,14 +158,15 @@ def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) 
                 "KVCache: save: expected all tokens on this rank, got a sharded cache (group=); save dense K, V"
             )
         layer.commit()
-        layer.evict_deferred()
+        if not layer.has_drafts():  # then also the loaded cache evicts in its next call
+            layer.evict_deferred()
         layers.append({"kind": "paged"})
         if not layer.is_initialized or not layer.store.seen:
             continue
         store = layer.store
         store.onload()
+        state, tensors = store.state()  # may add to the scores
         arrays, pieces = serialize.survey(store.page_store)
-        state, tensors = store.state()
         layers[-1] |= {
             "heads": store.num_kv_heads, "key_dim": store.head_dim, "value_dim": store.value_dim,
             "dtype": str(store.dtype).removeprefix("torch."), "seen": arrays.seen,

@@ -87,7 +87,9 @@ class MovableCache(
                 f"KVCache: save: expected layers with K and V, got the states of {self.layers[first]} at {first}, "
                 "which files do not support; use suspend() or copies, which keep them in memory"
             )
-        save_load.save(self, path, tokens)
+        # Saving accepts the attention that drafts gave to other tokens; this cache may still remove it with them.
+        drafted = any(layer.has_drafts() for layer in paged_layers(self))
+        save_load.save(copy.deepcopy(self) if drafted else self, path, tokens)
 
     @classmethod
     def load(

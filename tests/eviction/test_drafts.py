@@ -84,3 +84,28 @@ def test_copy_and_select_between_draft_and_crop(llama):
     for (slots, scores), (same, wanted) in zip(known(cache), known(twin), strict=True):
         assert slots == same and torch.equal(scores, wanted)
         assert torch.equal(scores[0], scores[2])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_saving_between_draft_and_crop(llama, tmp_path, name):
+    """Saving changes nothing in the cache, and the file goes on as a copy does."""
+    saving, plain = (KVCache(llama.config, "int8", page_size=PAGE, policy=POLICIES[name]()) for _ in range(2))
+    for cache in (saving, plain):
+        feed(llama, cache, ids(1, 60))
+        cache.activate_past_recording()
+    for i in range(5):
+        for cache in (saving, plain):
+            feed(llama, cache, ids(1, 6, 10 + i))
+        saving.save(tmp_path / "draft.kvc")
+        for cache in (saving, plain):
+            cache.crop(-4)
+        saving.save(tmp_path / "kept.kvc")
+        loaded, twin = KVCache.load(tmp_path / "kept.kvc", llama.config), copy.deepcopy(plain)
+        for layer, _ in enumerate(known(loaded) and known(twin)):
+            (slots, _, scores), (same, _, wanted) = loaded.kept(layer), twin.kept(layer)
+            assert all(torch.equal(*x) for x in zip(slots[0], same[0], strict=True))
+            assert scores is wanted or all(torch.equal(*x) for x in zip(scores[0], wanted[0], strict=True))
+        del twin  # evictions leave shared pages as they are
+        step = ids(1, 1, 90 + i)
+        assert torch.equal(feed(llama, saving, step), feed(llama, plain, step))
+    assert KVCache.load(tmp_path / "draft.kvc", llama.config).get_seq_length() == 60 + 4 * 3 + 6
