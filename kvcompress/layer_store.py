@@ -179,9 +179,7 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
 
     def reset(self, batch: int | None = None) -> None:
         """Removes all tokens. batch: new batch size; None keeps it."""
-        if self.offload:
-            self.offload.drop()
-        self.page_store.table.reset(0 if batch is None else checks.integer("batch", batch, 1))
+        (self.offload or self.page_store.table).reset(0 if batch is None else checks.integer("batch", batch, 1))
         for listener in self.listeners():
             listener.reset()
 

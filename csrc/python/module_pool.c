@@ -136,20 +136,30 @@ static PyObject *pool_refs(kvc_py_pool *self, PyObject *object)
     return PyLong_FromLongLong(kvc_pool_refs(self->pool, offset));
 }
 
-/* int64 array of sizes -> int64 offsets; allocates all slots or none. */
-static PyObject *pool_take(kvc_py_pool *self, PyObject *object)
+/* int64 array of sizes -> int64 offsets, in the array `offsets` if given; allocates all slots or none. */
+static PyObject *pool_take(kvc_py_pool *self, PyObject *const *args, Py_ssize_t given)
 {
-    PyArrayObject *sizes = kvc_py_array(object, "take: sizes", NPY_INT64, 1);
+    if (given < 1 || given > 2)
+        return PyErr_Format(PyExc_TypeError, "take: expected (sizes, offsets=None), got %zd arguments", given);
+    PyArrayObject *sizes = kvc_py_array(args[0], "take: sizes", NPY_INT64, 1);
     if (!sizes) return NULL;
     npy_intp n = PyArray_DIM(sizes, 0), done = 0;
-    PyObject *offsets = PyArray_SimpleNew(1, &n, NPY_INT64);
+    PyObject *offsets = given == 1 ? PyArray_SimpleNew(1, &n, NPY_INT64)
+                                   : (PyObject *)kvc_py_array(args[1], "take: offsets", NPY_INT64, 1);
+    if (offsets && (PyArray_DIM((PyArrayObject *)offsets, 0) != n || !PyArray_ISWRITEABLE((PyArrayObject *)offsets))) {
+        kvc_py_refuse("take: offsets", "a writable array as long as sizes", (PyArrayObject *)offsets);
+        Py_CLEAR(offsets);
+    }
     int64_t *to = offsets ? PyArray_DATA((PyArrayObject *)offsets) : NULL;
     const int64_t *bytes = PyArray_DATA(sizes);
     kvc_status status = KVC_OK;
     while (to && done < n && (status = kvc_pool_alloc(self->pool, bytes[done], &to[done])) == KVC_OK) done++;
     Py_DECREF(sizes);
     if (status == KVC_OK) return offsets;
-    while (done) kvc_pool_unref(self->pool, to[--done]);
+    while (done) {
+        kvc_pool_unref(self->pool, to[--done]);
+        to[done] = -1;
+    }
     Py_DECREF(offsets);
     return kvc_py_raise(status);
 }
@@ -196,8 +206,10 @@ static PyMethodDef methods[] = {
      "ref(offset): adds a reference. Raises ValueError for a free slot."},
     {"unref", (PyCFunction)(void (*)(void))pool_unref, METH_O,
      "unref(offset): removes a reference; the last one frees the slot."},
-    {"take", (PyCFunction)(void (*)(void))pool_take, METH_O,
-     "take(int64 sizes) -> offsets, each with one reference: all or none (MemoryError)."},
+    {"take", (PyCFunction)(void (*)(void))pool_take, METH_FASTCALL,
+     "take(int64 sizes, offsets=None) -> offsets, each with one reference: all or none (MemoryError). offsets: array "
+     "to "
+     "write them to, of -1, so that the caller has them even if Ctrl-C comes as the call returns."},
     {"drop", (PyCFunction)(void (*)(void))pool_drop, METH_O, "drop(int64 offsets): removes a reference from each."},
     {"refs", (PyCFunction)(void (*)(void))pool_refs, METH_O,
      "refs(offset) -> number of references to the slot; 0 if there is none."},

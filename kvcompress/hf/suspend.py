@@ -235,13 +235,13 @@ class MovableCache(
         else:
             suspended = os.path.realpath(checks.path("KVCache: suspend", path)), save_load.save(self, path)
         seen = {index: store.seen for index, store in stores.items()}
+        if path is not None:
+            save_load.WAITING[suspended[0]] = self.forward_pass
+        self.forward_pass.suspended = suspended, seen  # first: `resume` clears what an interrupt leaves of the tables
         for store in stores.values():
             store.page_store.table.reset()
         if self.forward_pass.prefetcher:
             self.forward_pass.prefetcher.release()
-        self.forward_pass.suspended = suspended, seen
-        if path is not None:
-            save_load.WAITING[suspended[0]] = self.forward_pass
 
     def resume(self) -> None:
         """Moves the pages back to the pool, possibly in a different order. Raises MemoryError (pool full), OSError,
@@ -252,22 +252,22 @@ class MovableCache(
         reader = save_load.Reader(suspended[0]) if isinstance(suspended, tuple) else None
         if reader and reader.seal != suspended[1]:
             raise ValueError(f"KVCache: resume: expected the file that suspend() wrote, got another in {suspended[0]}")
-        done = []
+        stores = {index: self.layers[index].store for index in seen}
+        for store in stores.values():  # if `suspend` or `resume` was interrupted
+            store.page_store.table.reset()
         try:
-            for index in seen:
-                store = self.layers[index].store
-                done.append(store)
+            for index, store in stores.items():
                 if reader:
                     reader.place(index, store)
                 else:
                     serialize.place(store.page_store, *suspended[index])
         except BaseException:
-            for store in done:
+            for store in stores.values():
                 store.page_store.table.reset()
             raise
-        self.forward_pass.suspended = None
         for index in seen:
             self.layers[index].changed()
+        self.forward_pass.suspended = None
 
 
 def _pack(store: PagedKV) -> tuple[serialize.Arrays, serialize.Bytes, int]:

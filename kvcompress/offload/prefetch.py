@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import warnings
 import weakref
 from collections import defaultdict
@@ -17,12 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from .. import formats
+from ..store.copy_stream import Slot
 from ..store.device_memory import memory_of
 from ..store.page_store import PageStore
 from ..store.serialize import Bytes, page_sizes
 from .tiers import UNIT, Extent, Tiers
 
 _VERSIONS = itertools.count(1)
+_NONE = np.empty(0, np.int64)
 
 
 class _ResidentTable(NamedTuple):
@@ -43,6 +46,7 @@ class _Run:
     ) -> None:  # fmt: skip
         self.start, self.stop, self.extent = start, stop, extent
         self.offloaded = entries >= 0  # [B, 1 or H, stop - start]
+        self.cells = np.argwhere(self.offloaded) + np.array([0, 0, start])  # of its pages, in the block table
         self.formats, self.sizes = formats.pair_of(entries[self.offloaded]), sizes[self.offloaded]
         many = self.offloaded.sum(2, keepdims=True)
         own = np.full((*many.shape[:2], 1 + stop - start), -1, np.int64)
@@ -59,12 +63,23 @@ class LayerOffload:
         self.store, self.prefetcher = store, prefetcher
         self.runs: list[_Run] = []
         self.version = next(_VERSIONS)  # of `runs`; no other layer has the same
+        self._tried = 0  # column up to which pages were last considered
         self._order: tuple[tuple[int, int], NDArray[np.int64], NDArray[np.int64]] | None = None
+        self._pages: tuple[int, tuple[Any, NDArray[np.int64], NDArray[np.int64]]] = 0, (None, _NONE, _NONE)
         prefetcher.layers[self] = None
 
     @property
     def size(self) -> int:
         return sum(run.extent.size for run in self.runs)
+
+    def pages(self) -> tuple[Any, NDArray[np.int64], NDArray[np.int64]]:
+        """(index of the block table entries, formats, sizes) of all offloaded pages, run by run."""
+        if self._pages[0] != self.version:
+            cells, kinds, sizes = (
+                np.concatenate([getattr(run, x) for run in self.runs]) for x in ("cells", "formats", "sizes")
+            )
+            self._pages = self.version, (tuple(cells.T), kinds, sizes)
+        return self._pages[1]
 
     # ------------------------------------------------------------------ out
 
@@ -72,9 +87,13 @@ class LayerOffload:
         """Offloads the oldest sealed pages, except those of the newest `resident` tokens of each row, once they have at
         least `unit` bytes. Pages stay in the pool if the tiers have no room."""
         store, table = self.store, self.store.table
+        full = self._column(int(table.rows[:, :, 0].min()) - self.prefetcher.resident)
         start = self.runs[-1].stop if self.runs else 1
-        stop = self._closed(start)
-        if stop <= start:
+        if full <= start or full == self._tried:
+            return
+        self._tried = full  # pages that stay, as shared ones do, are looked at once per page that fills
+        stop = self._closed(start, full)
+        if stop == start:
             return
         entries = table.entries[:, :, start:stop].copy()
         shared = [store.pool.refs(e) > 1 for e in formats.offset_of(entries.reshape(-1)).tolist()]
@@ -83,7 +102,7 @@ class LayerOffload:
         if int(sizes.sum()) < self.prefetcher.unit:
             return
         there = entries >= 0
-        offsets = formats.offset_of(entries[there])
+        offsets = np.ascontiguousarray(formats.offset_of(entries[there]))
         try:
             extent = self.prefetcher.tiers.put(
                 memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes[there]], 1))
@@ -93,21 +112,22 @@ class LayerOffload:
                 warnings.warn(f"KVCache: pages were not offloaded, as the tiers have no room: {error}", stacklevel=2)
                 self.prefetcher.warned = True
             return
-        self.runs.append(_Run(start, stop, entries, sizes, extent, store.page_size))
-        self.version = next(_VERSIONS)
+        runs, version = [_Run(start, stop, entries, sizes, extent, store.page_size)], next(_VERSIONS)
+        self.runs += runs  # no call from here to the drop: Ctrl-C can come after one
+        self.version = version
         table.entries[:, :, start:stop][there] = -1
-        store.pool.drop(np.ascontiguousarray(offsets))
+        store.pool.drop(offsets)
 
-    def _closed(self, start: int) -> int:
-        """The first column from `start` on that must stay, as an append or a crop of the newest tokens may write it."""
+    def _closed(self, start: int, stop: int) -> int:
+        """The first column in [start, stop) that must stay, as an append or a crop of the newest tokens may write it;
+        or `stop`."""
         store, table = self.store, self.store.table
-        stop = self._column(int(table.rows[:, :, 0].min()) - self.prefetcher.resident)
-        if start < stop and table.slots.size:  # nothing after the last live token of a line can be offloaded
-            stop = min(stop, self._column(int(_ends(store.slots() >= 0).min()) - 1))
-        kinds = formats.pair_of(table.entries[:, :, start:stop])
+        if table.slots.size:  # nothing after the last live token of a line can be offloaded
+            stop = max(start, min(stop, self._column(int(_ends(store.slots() >= 0).min()) - 1)))
         raw = formats.resolve("raw", store.dtype) * 257
-        for column in range(start, stop):
-            if raw != store.sealed_format(column) and (kinds[:, :, column - start] == raw).any():
+        kinds = formats.pair_of(table.entries[:, :, start:stop])
+        for column in (start + np.flatnonzero((kinds == raw).any((0, 1)))).tolist():
+            if raw != store.sealed_format(column):
                 return column
         return stop
 
@@ -117,12 +137,6 @@ class LayerOffload:
 
     # ------------------------------------------------------------------ back
 
-    def _set_entries(self, fetched: list[Any]) -> None:
-        """Sets the block table entries of offloaded pages: for each run those of its fetched copies, or -1."""
-        entries = self.store.table.entries
-        for run, own in zip(self.runs, fetched, strict=True):
-            entries[:, :, run.start : run.stop][run.offloaded] = own
-
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
         """Context manager: offloaded pages are fetched and in the block table, which must not change meanwhile."""
@@ -130,12 +144,16 @@ class LayerOffload:
             yield
             return
         stage = self.prefetcher.bring(self)
-        self._set_entries(stage.entries)
         try:
+            self.store.table.entries[self.pages()[0]] = stage.entries
             self.prefetcher.ahead(self, stage)
             yield
         finally:
-            self._set_entries([-1] * len(self.runs))
+            self._hide()
+
+    def _hide(self) -> None:
+        """Removes the entries of offloaded pages from the block table: the table does not own their copies."""
+        self.store.table.entries[self.pages()[0]] = -1
 
     # ------------------------------------------------------------------ in place
 
@@ -182,31 +200,42 @@ class LayerOffload:
         self.prefetcher.forget(self)
         while self.runs:
             run, pool = self.runs[-1], self.store.pool
-            offsets = pool.take(run.sizes)
+            offsets = np.full(len(run.sizes), -1)
             try:
+                pool.take(run.sizes, offsets)
                 self.prefetcher.tiers.load(
                     run.extent, memory_of(self.store), np.ascontiguousarray(np.stack([offsets, run.sizes], 1))
                 )
+                entries, version = formats.entry_of(offsets, run.formats), next(_VERSIONS)
             except BaseException:
-                pool.drop(offsets)
+                pool.drop(offsets[offsets >= 0])
                 raise
-            cells = self.store.table.entries[:, :, run.start : run.stop]
-            cells[run.offloaded] = formats.entry_of(offsets, run.formats)
-            self._drop_run()
+            self.store.table.entries[:, :, run.start : run.stop][run.offloaded] = entries
+            del self.runs[-1]  # no call up to here: Ctrl-C can come after one
+            self.version = version
+            self.prefetcher.tiers.drop(run.extent)
+        self._tried = 0
 
-    def drop(self) -> None:
-        """Deletes all offloaded pages."""
+    def reset(self, batch: int) -> None:
+        """Deletes all offloaded pages, and resets the table (see `_C.Table.reset`)."""
         self.prefetcher.forget(self)
-        while self.runs:
-            self._drop_run()
-
-    def __del__(self) -> None:
-        for run in self.runs:
+        if self.runs:
+            self._hide()
+        table, runs, version = self.store.table, self.runs, next(_VERSIONS)
+        self.runs, self.version, self._tried = [], version, 0  # no call from here to the reset, as above
+        try:
+            table.reset(batch)
+        except Exception:  # no memory for another batch size
+            self.runs = runs
+            raise
+        for run in runs:
             self.prefetcher.tiers.drop(run.extent)
 
-    def _drop_run(self) -> None:
-        self.prefetcher.tiers.drop(self.runs.pop().extent)
-        self.version = next(_VERSIONS)
+    def __del__(self) -> None:
+        if getattr(self, "runs", None):  # else there are none, or __init__ was interrupted
+            self._hide()  # a second Ctrl-C may have come in `present`
+            for run in self.runs:
+                self.prefetcher.tiers.drop(run.extent)
 
 
 def _ends(live: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -218,22 +247,20 @@ class _Stage:
     """A buffer in the pool for the offloaded pages of one layer."""
 
     def __init__(self) -> None:
-        self.offset, self.size = -1, 0
+        self.slot: Slot | None = None  # freed with the stage and the transfers to it
         self.version = 0  # that of the layer whose pages it holds; 0: none
-        self.entries: list[NDArray[np.int64]] = []  # block table entries of these pages, by run
-        self.tickets: list[Future[None]] = []
+        self.entries = _NONE  # block table entries of these pages
+        self.ticket: Future[None] | None = None
 
     def wait(self) -> Exception | None:
-        """Waits for all transfers. If one failed, clears the version and returns its error."""
-        error = None
-        for ticket in self.tickets:
+        """Waits for the transfer. If it failed, clears the version and returns its error."""
+        ticket, error = self.ticket, None
+        if ticket is not None:
             try:
                 ticket.result()
             except Exception as failed:
-                error = failed
-        self.tickets = []
-        if error is not None:
-            self.version = 0
+                error, self.version = failed, 0
+            self.ticket = None
         return error
 
 
@@ -246,42 +273,39 @@ class Prefetcher:
     """
 
     def __init__(self, tiers: Tiers, *, resident: int, unit: int = UNIT, in_place: bool = False) -> None:
-        self.tiers, self.resident, self.unit, self.in_place = tiers, resident, unit, in_place
         self.layers: weakref.WeakKeyDictionary[LayerOffload, None] = weakref.WeakKeyDictionary()  # in order
         self.stages: dict[Any, tuple[_Stage, _Stage]] = defaultdict(lambda: (_Stage(), _Stage()))  # by pool
         self.readahead: tuple[int, Future[list[Bytes]]] | None = None  # version of a layer, and its files: see `views`
         self.warned = False
+        self.tiers, self.resident, self.unit, self.in_place = tiers, resident, unit, in_place
 
     def __del__(self) -> None:
-        self.release()
+        if threading.get_ident() != self.tiers.worker:  # which would wait for itself; its jobs hold the buffers
+            self.release()
 
     def release(self) -> None:
         """Frees the buffers; they are allocated again when needed."""
-        for pool, stages in self.stages.items():
+        for stages in self.stages.values():
             for stage in stages:
                 stage.wait()
-                if stage.offset >= 0:
-                    pool.unref(stage.offset)
+                if stage.slot:
+                    stage.slot.free()
         self.stages.clear()
 
     def _start(self, stage: _Stage, offload: LayerOffload) -> None:
-        """Starts to fetch the pages of `offload` to a buffer that is not in use."""
+        """Starts to fetch the pages of `offload` to a buffer that is not in use, all runs in one job."""
         stage.wait()
         stage.version = 0
-        if stage.size < offload.size:
-            pool = offload.store.pool
-            room = max(layer.size for layer in self.layers if layer.store.pool is pool) * 5 // 4
-            fresh = pool.alloc(room)
-            if stage.offset >= 0:
-                pool.unref(stage.offset)
-            stage.offset, stage.size = fresh, room
-        stage.entries, end = [], stage.offset
-        for run in offload.runs:
-            ends = end + np.cumsum(run.sizes)
-            offsets, end = ends - run.sizes, int(ends[-1])
-            stage.entries.append(formats.entry_of(offsets, run.formats))
-            where = np.ascontiguousarray(np.stack([offsets, run.sizes], 1))
-            stage.tickets.append(self.tiers.fetch(run.extent, memory_of(offload.store), where))
+        slot, pool, runs, (_, kinds, sizes) = stage.slot, offload.store.pool, offload.runs, offload.pages()
+        if slot is None or slot.size < offload.size:
+            size = max(layer.size for layer in self.layers if layer.store.pool is pool) * 5 // 4
+            slot = stage.slot = Slot(pool, size)
+        ends = slot.offset + np.cumsum(sizes)
+        where = np.ascontiguousarray(np.stack([ends - sizes, sizes], 1))
+        stage.entries = formats.entry_of(where[:, 0], kinds)
+        pieces = np.split(where, np.cumsum([len(run.sizes) for run in runs])[:-1])
+        parts = [(run.extent, part) for run, part in zip(runs, pieces, strict=True)]
+        stage.ticket = self.tiers.fetch(parts, memory_of(offload.store), slot)
         stage.version = offload.version
 
     def _stage_of(self, offload: LayerOffload) -> _Stage | None:

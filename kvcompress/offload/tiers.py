@@ -12,7 +12,7 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -123,6 +123,7 @@ class Tiers(
             for name, n in (("host_bytes", host_bytes), ("file_bytes", file_bytes))
         }
         self.copier = copier or CopyThread()
+        self.worker = 0  # thread that runs the jobs
         self.room = HostRoom(checks.integer("keep_bytes", keep_bytes, 0))
         self.lock = threading.RLock()
         self.host: OrderedDict[int, Extent] = OrderedDict()  # by id, least recently used first
@@ -161,14 +162,20 @@ class Tiers(
             self.counts["puts"] += 1
         return extent
 
-    def fetch(self, extent: Extent, pool: Any, pieces: NDArray[np.int64]) -> Future[None]:
-        """Starts to copy an extent to `pieces` of a pool's arena, which must not be freed before the result is read.
-        The result raises OSError or Damaged if the bytes differ from those stored."""
+    def fetch(self, parts: Sequence[tuple[Extent, NDArray[np.int64]]], pool: Any, to: Any = None) -> Future[None]:
+        """Starts to copy extents to pieces of a pool's arena, in one job. The pieces must not be freed before the job
+        is done; it holds `to`. The result raises OSError or Damaged if the bytes differ from those stored."""
         now = mark(pool)  # kernels of this thread may still read the target
-        return self.copier.start(lambda: self.load(extent, pool, pieces, now))
+
+        def job(_: Any = to) -> None:
+            self.worker = threading.get_ident()
+            for extent, pieces in parts:
+                self.load(extent, pool, pieces, now)
+
+        return self.copier.start(job)
 
     def load(self, extent: Extent, pool: Any, pieces: NDArray[np.int64], now: Any = None) -> None:
-        """As `fetch`, in this thread, after the event `now` (of `mark`)."""
+        """As `fetch` of one extent, in this thread, after the event `now` (of `mark`)."""
         memory, path = self._touch(extent, "fetches")
         if memory is None and extent.mapped is None:
             memory = room(pool, extent.size, self.room)

@@ -22,16 +22,26 @@ def aligned(size: int) -> np.ndarray:
     return memory[at : at + size]
 
 
-class _Slot:
-    """A slot of a pool, freed when the last array over it is deleted."""
+class Slot:
+    """A slot of a pool, freed with the object, or with the last array over it. Raises MemoryError."""
 
-    def __init__(self, pool: Any, offset: int, size: int) -> None:
-        self.pool, self.offset = pool, offset
-        at = pool.arena.ctypes.data + offset
+    _at = np.empty(0, np.int64)  # its offset; empty: none
+
+    def __init__(self, pool: Any, size: int) -> None:
+        self.pool, self.size = pool, size
+        self._at = np.full(1, -1)
+        pool.take(np.array([size]), self._at)
+        self.offset = int(self._at[0])
+        at = pool.arena.ctypes.data + self.offset
         self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (at, False), "version": 3}
 
-    def __del__(self) -> None:
-        self.pool.unref(self.offset)
+    def free(self) -> None:
+        """Frees the slot now."""
+        at, self._at = self._at[self._at >= 0], self._at[:0]
+        if len(at):
+            self.pool.drop(at)
+
+    __del__ = free
 
 
 class HostRoom:
@@ -44,10 +54,9 @@ class HostRoom:
     def __call__(self, size: int) -> np.ndarray:
         grain = 1 << max(12, size.bit_length() - 3)  # few slot sizes; unwritten memory is not resident
         try:
-            offset = self.pool.alloc(-(-size // grain) * grain)
+            return np.asarray(Slot(self.pool, -(-size // grain) * grain))[:size]
         except MemoryError:  # no contiguous address space of this size is left
             return aligned(size)
-        return np.asarray(_Slot(self.pool, offset, size))
 
 
 class CopyStream:

@@ -93,9 +93,9 @@ def place(store: PageStore, arrays: Arrays, memory: Bytes, checksum: int) -> Non
     pool, sizes = store.pool, page_bytes(store, arrays)
     if int(sizes.sum()) != memory.size:
         raise ValueError(f"expected {int(sizes.sum())} bytes of pages, got {memory.size}")
-    offsets = pool.take(sizes)
-    more, refs = np.empty(0, np.int64), 0
+    offsets, more, refs = np.full(len(sizes), -1), np.empty(0, np.int64), 0
     try:
+        pool.take(sizes, offsets)
         if scatter(memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes], 1)), memory) != checksum:
             raise Damaged(f"expected the {memory.size} bytes that were written, got others (wrong checksum)")
         there = arrays.entries >= 0
@@ -108,7 +108,8 @@ def place(store: PageStore, arrays: Arrays, memory: Bytes, checksum: int) -> Non
             refs += 1
         store.table.restore(entries, arrays.rows, arrays.slots, arrays.scores, arrays.seen)
     except BaseException:
-        pool.drop(np.concatenate([offsets, more[:refs]]))
+        if not (store.table.entries >= 0).any():  # else Ctrl-C came after `restore`, and the pages are the table's
+            pool.drop(np.concatenate([offsets[offsets >= 0], more[:refs]]))
         raise
 
 

@@ -82,7 +82,7 @@ def test_onload_waits_for_reads():
         arena.copy_stream.kernel(lambda: arena.bytes.fill_(100), 0)
         read = []
         arena.copy_stream.kernel(lambda: read.append(whole(arena, pieces)))  # noqa: B023
-        tiers.fetch(extent, arena, pieces).result()
+        tiers.fetch([(extent, pieces)], arena).result()
         assert (read[0] == 100).all() and (whole(arena, pieces) == value).all()
         tiers.drop(extent)
 
@@ -95,7 +95,7 @@ def test_who_waits_for_a_copy_waits_for_nothing_else():
     arena.bytes[:] = 0
     busy = threading.Event()
     tiers.copier.start(lambda: busy.wait(5))  # the copy thread reaches it after the kernel was queued
-    ticket = tiers.fetch(extent, arena, pieces)
+    ticket = tiers.fetch([(extent, pieces)], arena)
     held = arena.copy_stream.compute.start(lambda: gate.wait(5))
     busy.set()
     ticket.result()
@@ -173,7 +173,7 @@ def test_on_a_gpu():
         arena.bytes.fill_(100)
         torch.cuda._sleep(50_000_000)
         read = arena.bytes.clone()
-        tiers.fetch(extent, arena, pieces).result()
+        tiers.fetch([(extent, pieces)], arena).result()
         assert bool((read == 100).all()) and (whole_gpu(arena, pieces) == value).all()
 
 

@@ -151,7 +151,7 @@ def test_host_then_files_then_memory_error(tmp_path):
     for extent, pool, pieces, data in kept:
         for at, size in pieces:
             pool.arena[at : at + size] = 0
-        tiers.fetch(extent, pool, pieces).result()
+        tiers.fetch([(extent, pieces)], pool).result()
         assert content(pool, pieces) == data
         tiers.drop(extent)
         with pytest.raises(ValueError, match="dropped"):
@@ -196,9 +196,9 @@ def test_damaged_tier_is_an_error(tmp_path, how):
     if how == "gone":
         extent.path.unlink()
     with pytest.raises((Damaged, FileNotFoundError)):
-        tiers.fetch(extent, pool, pieces).result()
+        tiers.fetch([(extent, pieces)], pool).result()
     extent.path.write_bytes(good)
-    tiers.fetch(extent, pool, pieces).result()
+    tiers.fetch([(extent, pieces)], pool).result()
     assert content(pool, pieces) == data
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -133,3 +134,56 @@ def test_wrong_arguments_change_nothing(llama):
         and cache.stats()["bytes"] == out
         and prefetcher.tiers.stats()["host"] > 0
     )
+
+
+def test_one_job_fetches_all_runs_of_a_layer():
+    store, copier = PagedKV(2, 32, key="int8", page_size=16), Late()
+    away([store], Tiers(copier=copier), unit=1)
+    for _ in range(20):
+        k = torch.randn(1, 2, 16, 32)
+        store.append(k, k)
+        store.offload.offload_oldest()
+    before = copier.started
+    store.attend(torch.randn(1, 2, 1, 32))
+    assert copier.started == before + 1 and len(store.offload.runs) > 10
+
+
+def test_pages_that_stay_are_looked_at_once_per_page(monkeypatch):
+    store = PagedKV(2, 32, key="int8", page_size=16)
+    k = torch.randn(1, 2, 400, 32)
+    store.append(k, k)
+    looked = []
+    monkeypatch.setattr(LayerOffload, "_closed", lambda self, start, stop: looked.append(stop) or stop)
+    away([store], Tiers(), unit=1 << 30)  # they stay, as shared pages do
+    for _ in range(64):
+        store.append(k[:, :, :1], k[:, :, :1])
+        store.offload.offload_oldest()
+    assert len(looked) == 1 + 64 // 16
+
+
+def test_a_cache_that_dies_in_the_copy_thread_waits_for_nothing():
+    """As when the garbage collector runs there: a job queued behind it never starts."""
+    pool, tiers, gate = _C.Pool(), Tiers(), threading.Event()
+    stores = [PagedKV(2, 32, key="int8", page_size=16, pool=pool) for _ in range(2)]
+    for store in stores:
+        k = torch.randn(1, 2, 200, 32)
+        store.append(k, k)
+    prefetcher = away(stores, tiers, unit=1)
+    with stores[0].present():
+        pass
+    prefetcher.release()
+    holder = [prefetcher]
+    job = tiers.copier.start(lambda: (gate.wait(20), holder.clear()))
+    stage = prefetcher.stages[pool][0]
+    prefetcher._start(stage, stores[0].offload)
+    last = stage.ticket
+    del store, prefetcher, stage
+    stores.clear()
+    gc.collect()
+    gate.set()
+    job.result(20)
+    assert last.exception(20)  # the pages of a layer that is gone
+    del last
+    tiers.copier.finish()
+    gc.collect()
+    assert pool.stats()["used"] == 0

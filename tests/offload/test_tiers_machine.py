@@ -137,7 +137,7 @@ class Pair(RuleBasedStateMachine):
         pool, table = self.far.page_store.pool, self.far.page_store.table
         pool.check()
         named = len({entry >> 16 for entry in table.entries[table.entries >= 0].tolist()})
-        assert pool.stats()["slots"] == named + sum(stage.offset >= 0 for stage in self.prefetcher.stages.get(pool, ()))
+        assert pool.stats()["slots"] == named + sum(bool(stage.slot) for stage in self.prefetcher.stages.get(pool, ()))
         sizes = [run.extent.size for away in self.prefetcher.layers for run in away.runs]
         assert self.tiers.bytes["host"] + self.tiers.bytes["file"] == sum(sizes)
         assert (table.rows == self.near.page_store.table.rows).all() and table.seen == self.near.seen

@@ -123,7 +123,7 @@ def test_delays_and_failures(llama, name):
     _, theirs = pair(llama, name)
     wanted = [(tokens := ids(1, T, step), feed(llama, theirs, tokens)) for step, T in enumerate(CALLS)]
     failures = late = 0
-    for seed in range(10):
+    for seed in range(20):
         tiers = Rough(seed, host_bytes=[0, 20_000, None][seed % 3], file_bytes=None)
         ours, _ = pair(llama, name)
         ours.use_tiers(tiers, resident=[0, 32][seed % 2], unit=1)

@@ -314,7 +314,7 @@ class Machine(RuleBasedStateMachine):
         self.pool.check()
         self.index.check()
         stages = self.prefetcher.stages.get(self.pool, ())
-        owners: Counter[int] = Counter(stage.offset for stage in stages if stage.offset >= 0)
+        owners: Counter[int] = Counter(stage.slot.offset for stage in stages if stage.slot)
         for layer in self.layers:
             entries = layer.store.page_store.table.entries
             owners.update(((entries[entries >= 0] >> 16) * 64).tolist())
@@ -338,7 +338,7 @@ class Machine(RuleBasedStateMachine):
         for tokens in self.pinned:
             self.index.pin(ROOT, np.array(tokens), *self.chain, -1)
         self.spill.shrink(0, 0)
-        stages = sum(stage.offset >= 0 for stage in self.prefetcher.stages.get(self.pool, ()))
+        stages = sum(stage.slot is not None for stage in self.prefetcher.stages.get(self.pool, ()))
         assert self.index.stats()["entries"] == 0
         stats = self.tiers.stats()
         assert self.pool.stats()["slots"] == stages and stats["host"] == stats["file"] == 0
