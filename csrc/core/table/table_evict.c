@@ -9,6 +9,7 @@
  * change format are rewritten together. */
 #include "table_evict.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 /* ---------------------------------------------------------------- growable lists */
@@ -54,16 +55,23 @@ static kvc_status settle(kvc_line *w, kvc_evict_page *p)
 
 /* ---------------------------------------------------------------- closed pages */
 
-/* Sorts by number of live tokens (descending if `fullest`); ties by age, oldest first. */
-static void sort_by_live(kvc_evict_page **pages, int64_t n, bool fullest)
+static int by_age(const void *a, const void *b)
 {
-    for (int64_t i = 1; i < n; i++) { /* insertion sort: short and nearly sorted lists */
-        kvc_evict_page *p = pages[i];
-        int64_t j = i;
-        for (; j > 0 && (fullest ? pages[j - 1]->live < p->live : pages[j - 1]->live > p->live); j--)
-            pages[j] = pages[j - 1];
-        pages[j] = p;
-    }
+    const kvc_evict_page *x = *(kvc_evict_page *const *)a, *y = *(kvc_evict_page *const *)b;
+    return (x->column > y->column) - (x->column < y->column);
+}
+
+/* By number of live tokens; ties by age, oldest first. */
+static int by_emptiest(const void *a, const void *b)
+{
+    const kvc_evict_page *x = *(kvc_evict_page *const *)a, *y = *(kvc_evict_page *const *)b;
+    return x->live == y->live ? by_age(a, b) : x->live < y->live ? -1 : 1;
+}
+
+static int by_fullest(const void *a, const void *b)
+{
+    const kvc_evict_page *x = *(kvc_evict_page *const *)a, *y = *(kvc_evict_page *const *)b;
+    return x->live == y->live ? by_age(a, b) : x->live > y->live ? -1 : 1;
 }
 
 /* Moves the tokens of the emptiest pages to the holes of the others. */
@@ -72,7 +80,7 @@ static kvc_status fill_holes(kvc_line *w, kvc_evict_page **pages, int64_t n)
     int64_t P = w->t->spec.page_size, live = 0, to = 0, hole = 0;
     for (int64_t i = 0; i < n; i++) live += pages[i]->live;
     int64_t stay = (live + P - 1) / P;
-    sort_by_live(pages, n, true);
+    qsort(pages, (size_t)n, sizeof(kvc_evict_page *), by_fullest);
     for (int64_t i = stay; i < n; i++) {
         kvc_evict_page *from = pages[i];
         for (int64_t t = 0; t < P; t++) {
@@ -112,12 +120,7 @@ static kvc_status write_anew(kvc_line *w, kvc_evict_page **pages, int64_t n)
 {
     int64_t P = w->t->spec.page_size, live = 0, at = 0;
     for (int64_t i = 0; i < n; i++) live += pages[i]->live;
-    for (int64_t i = 1; i < n; i++) { /* oldest first */
-        kvc_evict_page *p = pages[i];
-        int64_t j = i;
-        for (; j > 0 && pages[j - 1]->column > p->column; j--) pages[j] = pages[j - 1];
-        pages[j] = p;
-    }
+    qsort(pages, (size_t)n, sizeof(kvc_evict_page *), by_age);
     int32_t *place = w->merged;
     int64_t *to = w->merged_to, out = (live + P - 1) / P, first = w->e->n_moves;
     for (int64_t i = 0; i < out; i++) KVC_TRY(kvc_line_new_page(w, 1, pages[0]->formats, &to[i]));
@@ -146,7 +149,7 @@ static kvc_status write_anew(kvc_line *w, kvc_evict_page **pages, int64_t n)
 /* For pages that cannot be changed in place: rewrites the emptiest if it is worthwhile. */
 static kvc_status merge(kvc_line *w, kvc_evict_page **pages, int64_t n)
 {
-    sort_by_live(pages, n, false);
+    qsort(pages, (size_t)n, sizeof(kvc_evict_page *), by_emptiest);
     n = worth_merging(pages, n, w->t->spec.page_size);
     return n ? write_anew(w, pages, n) : KVC_OK;
 }

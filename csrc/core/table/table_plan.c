@@ -27,7 +27,8 @@ static kvc_status seal(kvc_table *t, int64_t b, int64_t c)
 {
     struct kvc_plan *p = t->plan;
     int64_t raw = t->entries[b * t->columns + c];
-    for (int64_t i = 0; i < p->n_seals; i++)
+    bool shared = kvc_pool_refs(t->pool, kvc_entry_offset(raw)) > 1;
+    for (int64_t i = 0; shared && i < p->n_seals; i++)
         if (p->seals[2 * i] == raw) { /* another row shares this page: seal it once */
             KVC_TRY(kvc_grow(&p->changes, p->n_changes, &p->change_capacity, sizeof *p->changes));
             kvc_pool_ref(t->pool, kvc_entry_offset(p->seals[2 * i + 1]));

@@ -230,11 +230,15 @@ void kvc_table_live(const kvc_table *t, int64_t *live)
     for (int64_t r = 0; r < kvc_lines(t); r++) live[r / t->table_heads] += live_of(t, r) * kvc_entry_heads(t);
 }
 
-/* Whether an earlier cell of the table refers to the same page. */
+/* Whether an earlier cell of the table refers to the same page. A line has a page once; other lines usually have it in
+ * the same column. */
 static bool counted(const kvc_table *t, int64_t at)
 {
-    if (kvc_pool_refs(t->pool, kvc_entry_offset(t->entries[at])) == 1) return false;
-    for (int64_t i = 0; i < at; i++)
+    int64_t column = at % t->columns, line = at - column;
+    if (line == 0 || kvc_pool_refs(t->pool, kvc_entry_offset(t->entries[at])) == 1) return false;
+    for (int64_t i = column; i < line; i += t->columns)
+        if (t->entries[i] == t->entries[at]) return true;
+    for (int64_t i = 0; i < line; i++)
         if (t->entries[i] == t->entries[at]) return true;
     return false;
 }
