@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 
 
 class Pads:
@@ -15,12 +16,14 @@ class Pads:
 
     def append(self, seen: int, own: torch.Tensor) -> None:
         """Adds slots seen .. seen + T - 1; own: bool [B, T], False at padding."""
-        for runs, row in zip(self.runs, own, strict=True):
-            for slot in (seen + (~row).nonzero().flatten()).tolist():
-                if runs and runs[-1][1] == slot:
-                    runs[-1] = (runs[-1][0], slot + 1)
-                else:
-                    runs.append((slot, slot + 1))
+        edges = pad((~own).int(), (1, 1)).diff()
+        starts, ends = ((edges == edge).nonzero().tolist() for edge in (1, -1))
+        for (b, start), (_, end) in zip(starts, ends, strict=True):
+            runs = self.runs[b]
+            if runs and runs[-1][1] == seen + start:
+                runs[-1] = (runs[-1][0], seen + end)
+            else:
+                runs.append((seen + start, seen + end))
 
     def crop(self, seen: int) -> None:
         """Removes slots from `seen` on."""

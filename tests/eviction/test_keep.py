@@ -73,6 +73,28 @@ def test_positions_count_no_pads():
         assert (positions[b, 0][~live] == -1).all()
 
 
+def test_padding_costs_a_step_per_run():
+    class Counted(list):
+        changes = 0
+
+        def append(self, run):
+            Counted.changes += 1
+            super().append(run)
+
+        def __setitem__(self, at, run):
+            Counted.changes += 1
+            super().__setitem__(at, run)
+
+    pads, seen = Pads(2), 0
+    pads.runs = [Counted(), Counted()]
+    slots = torch.arange(1000)
+    for own in (slots >= 900, (slots >= 10) & (slots < 990), slots >= 10, slots < 0):
+        pads.append(seen, own.expand(2, -1))
+        seen += 1000
+    assert pads.runs == [[(0, 900), (1000, 1010), (1990, 2010), (3000, 4000)]] * 2
+    assert Counted.changes == 2 * 5
+
+
 def test_bad_arguments():
     rng = np.random.default_rng(0)
     slots, positions = lines(rng, 1, 2, 20)
