@@ -278,17 +278,22 @@ class Tiers(
         )
 
     def _write(self, extent: Extent) -> None:
-        """Moves an extent from memory to a new file; frees the memory once the file is written."""
+        """Moves an extent from memory to a new file; frees the memory once the file is written. Does nothing if the
+        garbage collector, which may run in any of these lines, drops the extent."""
+        memory = extent.memory
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix="kvcompress-")
             weakref.finalize(self, _remove, Path(self._folder), os.getpid())
         path = Path(self._folder) / f"{secrets.token_hex(8)}-{next(self._names)}.pages"
         try:
             with open(path, "xb") as file:  # O_EXCL: never overwrites a file or follows a link
-                file.write(extent.memory)  # type: ignore[arg-type]
+                file.write(b"" if memory is None else memory)  # type: ignore[arg-type]
         except BaseException:
             path.unlink(missing_ok=True)
             raise
+        if extent.memory is None:
+            path.unlink()
+            return
         if self.host.pop(id(extent), None) is not None:
             self.bytes["host"] -= extent.size
         extent.memory, extent.path = None, path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import secrets
 import threading
 
 import numpy as np
@@ -187,3 +188,17 @@ def test_a_cache_that_dies_in_the_copy_thread_waits_for_nothing():
     tiers.copier.finish()
     gc.collect()
     assert pool.stats()["used"] == 0
+
+
+@pytest.mark.parametrize("where", ["_room_in_files", "token_hex"])
+def test_an_extent_dropped_while_it_is_spilled(where, tmp_path, monkeypatch):
+    """As by the garbage collector, which may free another cache in the middle of a put."""
+    pool, tiers = _C.Pool(), Tiers(host_bytes=4096, file_bytes=None, folder=tmp_path)
+    pieces = np.array([[pool.alloc(4096), 4096]])
+    old, of = tiers.put(pool, pieces), tiers if where == "_room_in_files" else secrets
+    plain = getattr(of, where)
+    monkeypatch.setattr(of, where, lambda size: (tiers.drop(old), plain(size))[1])
+    new = tiers.put(pool, pieces)
+    assert tiers.stats()["host"] == 4096 and tiers.stats()["file"] == 0
+    assert not list(tmp_path.iterdir()) and old.path is None
+    tiers.load(new, pool, pieces)
