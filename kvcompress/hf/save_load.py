@@ -138,7 +138,7 @@ def _about(cache: LayeredCache, layers: list[dict[str, Any]], tokens: Any) -> di
 
 
 def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) -> bytes:
-    """See KVCache.save. Returns the digest of the file."""
+    """See KVCache.save, for layers without staged tokens. Returns the digest of the file."""
     path = checks.path("KVCache: save", path)
     waits = WAITING.get(os.path.realpath(path))
     if waits is not None and waits.suspended is not None:
@@ -157,7 +157,6 @@ def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) 
             raise ValueError(
                 "KVCache: save: expected all tokens on this rank, got a sharded cache (group=); save dense K, V"
             )
-        layer.commit()
         if not layer.has_drafts():  # then also the loaded cache evicts in its next call
             layer.evict_deferred()
         layers.append({"kind": "paged"})

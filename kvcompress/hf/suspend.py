@@ -78,10 +78,12 @@ class MovableCache(
         tokens: int [seen] or [B, seen], the token ids of the cache; a hash of them is stored.
 
         Raises OSError (an existing file is then unchanged); ValueError for a wrong number of tokens, layers with states
-        (linear attention), a suspended cache, a path that a suspended cache uses, and the errors of `check`.
+        (linear attention), a suspended cache, a path that a suspended cache uses, a forward pass that stopped between
+        layers, and the errors of `check`.
         """
         self.forward_pass.check_there()
         self.check()
+        self.forward_pass.check_even()
         if (first := next((i for i, x in enumerate(self.layers) if native_layers.has_states(x)), None)) is not None:
             raise ValueError(
                 f"KVCache: save: expected layers with K and V, got the states of {self.layers[first]} at {first}, "

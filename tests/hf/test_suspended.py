@@ -118,3 +118,17 @@ def test_files_of_models_whose_layers_share(name, tmp_path):
     cache.save(tmp_path / "a.kvc")
     twin = KVCache.load(tmp_path / "a.kvc", m.config)
     assert torch.equal(feed(m, cache, ids(1, 3, 5)), feed(m, twin, ids(1, 3, 5)))
+
+
+def test_an_interrupted_pass_is_not_saved(llama, tmp_path):
+    """The file of the state before, which could go on, is not replaced by one that cannot."""
+    cache, path = KVCache(llama.config, "int8", page_size=P), tmp_path / "a.kvc"
+    feed(llama, cache, ids(1, 40))
+    cache.save(path)
+    hook = llama.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        feed(llama, cache, ids(1, 3))
+    hook.remove()
+    with pytest.raises(ValueError, match="an exception interrupted a forward pass"):
+        cache.save(path)
+    assert feed(llama, KVCache.load(path, llama.config), ids(1, 1)).isfinite().all()
