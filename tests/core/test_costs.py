@@ -1,5 +1,5 @@
-"""Costs that must be linear in the size of a table: 16 times the pages may take 80 times the CPU time (page faults),
-not 256 times."""
+"""Costs that must be linear in the size of a table: 64 times the pages take 60 to 150 times the CPU time (caches, page
+faults), and would take 4,096 times if they were quadratic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from kvcompress import PagedKV
 
-SIZES = (4096, 65536)  # pages
+SIZES, MOST = (2048, 131072), 768  # pages; a fifth of 4,096, five times what was measured
 
 
 def filled(pages: int, **options) -> PagedKV:
@@ -49,4 +49,4 @@ def test_linear(name):
             act()
             each.append(time.thread_time() - begin)
         took.append(min(each))
-    assert took[1] < 80 * took[0], took
+    assert took[1] < MOST * took[0], took
