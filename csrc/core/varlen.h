@@ -57,7 +57,8 @@ typedef struct kvc_varlen_args {
     kvc_exec exec;
 } kvc_varlen_args;
 
-/* Everything is checked before anything is written: KVC_E_VALUE or KVC_E_TYPE, with the reason. */
+/* Everything is checked before anything is written: KVC_E_VALUE or KVC_E_TYPE, with the reason. KVC_E_MEMORY may occur
+ * later: stored tokens are unchanged then, and the same call may be repeated. */
 kvc_status kvc_attend_varlen(const kvc_varlen_args *args);
 /* The checks that do not read the arrays, for kvc_cuda_attend_varlen, whose arrays are on a GPU. */
 kvc_status kvc_varlen_check(const kvc_varlen_args *args);

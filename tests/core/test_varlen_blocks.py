@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_varlen import Engine, no_handle_stays  # noqa: F401
 
-from kvcompress import ops
+from kvcompress import _C, ops
 
 
 def step_both(apart, engine):
@@ -84,3 +84,31 @@ def test_residual_blocks_that_begin_within_blocks_of_the_cache():
     within = {"cache": pool[:, :size], "residual": pool[:, size - 64 : size - 64 + engine.shape.residual_bytes]}
     with pytest.raises(ValueError, match="residual: expected blocks of the cache's memory to begin where those do"):
         ops.attend_varlen(*{**a, **within}.values())
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+def test_a_call_in_two_parts_that_runs_out_of_memory_may_be_repeated(ring):
+    """The second part overwrites the residual page that the first one sealed, which holds stored tokens."""
+    torch.manual_seed(17)
+    engine = Engine("int4", ring=ring)
+    for _ in range(2):
+        engine.open(4)
+    engine.step([40, 90])
+    a = engine.arguments([64 * ring, 3])
+    before, parts = [engine.cache.clone(), engine.residual.clone()], [engine.cache, engine.residual]
+    ops.attend_varlen(*a.values())
+    after = [x.clone() for x in (*parts, a["out"], a["lse"])]
+    for n in range(1, 100):
+        for x, y in zip(parts, before, strict=True):
+            x.copy_(y)
+        try:
+            _C.alloc_fail_at(n)
+            ops.attend_varlen(*a.values())
+            break
+        except MemoryError:
+            pass
+        finally:
+            _C.alloc_fail_at(0)
+        ops.attend_varlen(*a.values())
+        assert all(torch.equal(x, y) for x, y in zip((*parts, a["out"], a["lse"]), after, strict=True)), n
+    assert 10 < n < 99

@@ -288,6 +288,24 @@ static kvc_status run_pass(plan *p, int64_t pass)
     return kvc_call_run(&call);
 }
 
+/* The second pass writes over residual pages that the first one has sealed. If it fails, they get back the stored tokens,
+ * which a repeated call needs. */
+static kvc_status run_second(plan *p)
+{
+    int64_t n = p->a.n_seals, size = p->residual_bytes;
+    int64_t *from; /* offsets of the pages, then their contents */
+    KVC_TRY(kvc_scratch(n, (int64_t)sizeof *from + size, &from));
+    uint8_t *kept = (uint8_t *)(from + n), *arena = p->a.store.arena;
+    for (int64_t i = 0; i < n; i++) {
+        from[i] = kvc_entry_offset(p->seals[2 * i]);
+        memcpy(kept + i * size, arena + from[i], (size_t)size);
+    }
+    kvc_status status = run_pass(p, 1);
+    for (int64_t i = 0; status != KVC_OK && i < n; i++) memcpy(arena + from[i], kept + i * size, (size_t)size);
+    kvc_scratch_free(from);
+    return status;
+}
+
 static kvc_status check_finite(const kvc_varlen_args *v)
 {
     for (int side = 0; side < 2; side++) {
@@ -339,13 +357,13 @@ static kvc_status run(plan *p)
                              .exec = v->exec};
     p->a.q.stride[0] = p->a.k.stride[0] = p->a.v.stride[0] = p->a.out.stride[0] = 0;
     if (v->stored) p->a.k.dtype = p->a.v.dtype = v->q.dtype;
-    if (p->passes > 1) { /* check all passes first: completed passes cannot be undone */
+    if (p->passes > 1) { /* check all passes first: a completed pass cannot be undone */
         if (!v->flags) KVC_TRY(check_finite(v));
         for (int64_t pass = 0; pass < p->passes; pass++) KVC_TRY(lay_out(p, pass));
         for (int64_t b = 0; b < v->batch; b++) KVC_TRY(check_sequence(p, b)); /* reset the progress */
     }
-    for (int64_t pass = 0; pass < p->passes; pass++) KVC_TRY(run_pass(p, pass));
-    return KVC_OK;
+    KVC_TRY(run_pass(p, 0));
+    return p->passes > 1 ? run_second(p) : KVC_OK;
 }
 
 /* Copies the lengths, because another thread may change the caller's between check and use. */
