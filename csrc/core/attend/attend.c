@@ -258,8 +258,6 @@ static int64_t split(kvc_job *job, kvc_row *rows)
 {
     const kvc_attend_args *a = job->call->a;
     int64_t groups = 0, all = 0, B = a->store.batch;
-    /* Partial results grow with the number of rows, so blocks of many rows use longer runs. */
-    int64_t least = RUN_COLUMNS * kvc_max(1, job->block_tokens * job->group / BLOCK_ROWS);
     for (int64_t b = 0; b < B; b++) {
         groups += blocks_of(job, b);
         all += blocks_of(job, b) * columns_of(job, b);
@@ -270,7 +268,7 @@ static int64_t split(kvc_job *job, kvc_row *rows)
     for (int64_t b = 0; b < B; b++) {
         kvc_row *row = &rows[b * a->store.table_heads];
         int64_t columns = a->accumulated ? job->columns : columns_of(job, b), blocks = blocks_of(job, b);
-        row->runs = kvc_max(1, kvc_min(columns * RUNS / kvc_max(1, all), columns / least));
+        row->runs = kvc_max(1, kvc_min(columns * RUNS / kvc_max(1, all), columns / RUN_COLUMNS));
         row->attend_group = groups;
         row->attend_item = job->items;
         row->attend_part = job->parts;
