@@ -15,6 +15,7 @@
               | "pyramid:" RATIO | "chain:" POLICY "@" BUDGET "," ..
               | "protect:" BEGIN "-" END "," .. | "demote:" FORMATS ["@" SHARE] "," .. | "watch:" CLUSTERS
                                                  wrappers of the policy: see `kvcompress.policies.registry`
+              | "calibration:" PATH              with "+", braces and "%" as in URLs: %2B, %7B, %7D, %25
 
 Braces expand to a grid: "{int8,int4}+sinks:{0,4,16}" (see `expand`).
 
@@ -29,6 +30,7 @@ import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from urllib.parse import quote, unquote
 
 from .. import formats
 from ..policies.registry import AROUND, around, check, make
@@ -173,21 +175,25 @@ class Strategy:
 
     @staticmethod
     def _read(text: str) -> tuple[str, dict[str, Option]]:
-        head, *terms = text.replace(" ", "").split("+")
+        head, *terms = text.split("+")
         given: dict[str, Option] = {}
         for term in terms:
             name, colon, number = term.partition(":")
+            name, path, number = name.replace(" ", ""), unquote(number.strip()), number.replace(" ", "")
             if name in given:
                 raise ValueError(f"strategy {text!r}: expected every option once, got {name!r} twice")
             if not colon and name in _FLAGS:
                 given[name] = 1
-            elif (name in (*_TEXTS, "calibration") and number) or (name in (*POLICIES, *AROUND, "kvzip") and colon):
+            elif name == "calibration" and path:
+                given[name] = path
+            elif (name in _TEXTS and number) or (name in (*POLICIES, *AROUND, "kvzip") and colon):
                 given[name] = number
             elif number.isdecimal() or (name in _AXES and number == "-1"):
                 given[name] = int(number)
             else:
-                raise ValueError(f"strategy {text!r}: expected an option NAME:INTEGER, got {term!r}")
-        return head, given
+                hint = "; write a + in a path as %2B" if "calibration" in given else ""
+                raise ValueError(f"strategy {text!r}: expected an option NAME:INTEGER, got {term!r}{hint}")
+        return head.replace(" ", ""), given
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError("Strategy is immutable; create a new one")
@@ -212,7 +218,10 @@ class Strategy:
         return {"head": self.head, **self._changed()}
 
     def __str__(self) -> str:
-        terms = [name if name in _FLAGS else f"{name}:{x}" for name, x in self._changed().items()]
+        changed = self._changed()
+        if "calibration" in changed:
+            changed["calibration"] = re.sub(r"[+{}%\s]", lambda found: quote(found[0]), str(changed["calibration"]))
+        terms = [name if name in _FLAGS else f"{name}:{x}" for name, x in changed.items()]
         return "+".join([self.head, *terms])
 
     def __repr__(self) -> str:

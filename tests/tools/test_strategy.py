@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvcompress import formats, policies
 from kvcompress.tools import strategy
+from kvcompress.tools.plan import measure as search
 from kvcompress.tools.strategy import Strategy
 
 names = st.sampled_from([*formats.NAMES, *formats.CALIBRATED])
@@ -77,6 +78,18 @@ def test_order_and_defaults_do_not_matter():
     assert str(spans) == "int4+spans:int8@0.2,int4/int2@1+per_layer:0=int8"
     assert spans.arguments()["spans"] == [(0, 0.2, "int8"), (0.2, 1, "int4/int2")]
     assert Strategy("int4") != Strategy("int4+sinks:0") and Strategy("int4") != "int4"
+
+
+@pytest.mark.parametrize("path", ["a b+c/m.kvcal", " {x,y}/50%/%2B\u00a0\u03b1.kvcal "])
+def test_any_path_of_a_calibration(path):
+    s = Strategy({"key": "int3", "calibration": path})
+    assert Strategy(str(s)) == s and Strategy(str(s)).options["calibration"] == path
+    assert Strategy(s.to_dict()) == s and strategy.expand(str(s)) == [str(s)]
+    text, options = search._strategy([0, 1, 2], ["int8", "int4", "int8"], path, "50%")
+    assert Strategy(text).options["calibration"] == options["calibration"] == path
+    assert Strategy("cal2 + calibration: a b.kvcal + sinks:8").options["calibration"] == "a b.kvcal"
+    with pytest.raises(ValueError, match=r"got 'c/m\.kvcal'; write a \+ in a path as %2B"):
+        Strategy("int3+calibration:a b+c/m.kvcal")
 
 
 def test_what_goes_around_a_policy():

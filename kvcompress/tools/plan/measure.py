@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...policies.registry import make
-from ...quantization.mixed_precision import pair, write_layers
+from ...quantization.mixed_precision import pair
 from ..evaluation import evaluate
 from ..evaluation.data import Text
 from ..evaluation.report import grid
@@ -97,17 +97,15 @@ def _strategy(
     """(strategy string, arguments of KVCache) from a format or pair for each paged layer, and a budget for H2O."""
     most = max(dict.fromkeys(formats), key=list(formats).count)
     own = {layer: name for layer, name in zip(layers, formats, strict=True) if name != most}
-    text, options = most, dict[str, Any](zip(("key", "value"), pair(most, "plan"), strict=True))
+    options = dict[str, Any](zip(("key", "value"), pair(most, "plan"), strict=True))
     if calibration:
-        text += f"+calibration:{calibration}"
         options["calibration"] = calibration
     if own:
-        text += f"+per_layer:{write_layers(own)}"
         options["per_layer"] = {str(layer): name for layer, name in own.items()}
     if budget:
-        text += f"+h2o:{budget}"
         options["policy"] = make("h2o", budget, 4, 0).to_dict()
-    return str(Strategy(text)), options
+    terms = {"calibration": calibration, "per_layer": own or None, "h2o": budget or None}
+    return str(Strategy({"head": most, **terms})), options
 
 
 def _formats_of(options: dict[str, Any], layers: Sequence[int]) -> list[str]:
