@@ -1,8 +1,10 @@
-"""Files: atomic writes, reading safetensors files, finding the CUDA library."""
+"""Files: atomic writes, JSON, reading safetensors files, finding the CUDA library."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -30,6 +32,19 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         os.fsync(folder)  # syncs the file's name
     finally:
         os.close(folder)
+
+
+def json_text(x: Any) -> str:
+    """`x` as indented JSON, with null instead of NaN and infinities, which JSON does not have."""
+
+    def finite(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: finite(y) for name, y in x.items()}
+        if isinstance(x, (list, tuple)):
+            return [finite(y) for y in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(finite(x), indent=1, allow_nan=False)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """evaluate: its arguments, and its side effects."""
 
 import copy
+import json
 import math
 
 import models
@@ -10,7 +11,9 @@ from families import family
 
 import kvcompress
 from kvcompress.hf.calibrate import calibrate
+from kvcompress.tools import plot
 from kvcompress.tools.evaluation import caches, measure
+from kvcompress.tools.evaluation.report import Evaluation
 from kvcompress.tools.strategy import Strategy
 
 SMALL = {"context": 150, "scored": 48, "chunk": 16, "windows": 2, "cost": False, "progress": False}
@@ -55,6 +58,20 @@ def test_every_token_counts_once(scored):
     assert row["top1"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
     assert row["ppl"] == pytest.approx(math.exp(nll.mean()), rel=1e-6)
     assert math.isnan(row["kl_low"]) == (scored <= measure.BLOCK)
+
+
+def test_a_single_block_has_no_interval_in_strict_json(tmp_path):
+    found = kvcompress.evaluate(
+        models.model("llama"), models.ids(1, 300)[0], ["int8", "int4"], out=tmp_path,
+        **{**SMALL, "scored": measure.BLOCK, "windows": 1, "cost": True, "steps": 16},
+    )  # fmt: skip
+    saved = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert math.isnan(found.rows[1]["kl_low"]) and saved["rows"][1]["kl_low"] is None
+    again = Evaluation(**saved)
+    assert again.table() == found.table() and "nan" not in found.table() and "(-" not in found.table()
+    again.save(tmp_path / "again")
+    assert (tmp_path / "again" / "results.json").read_text() == (tmp_path / "results.json").read_text()
+    plot.draw("pareto", tmp_path / "pareto.png", results=saved)
 
 
 @pytest.mark.parametrize("name, value", [("prefill", -5), ("scored", 0), ("steps", 15), ("context", 100.0)])

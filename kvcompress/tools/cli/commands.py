@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ...files import json_text
+
 ROOT = Path(__file__).resolve().parents[3]
 NOTHING_FITS = 3
 """Exit status of `plan` if nothing fits."""
@@ -17,7 +19,7 @@ _OF_MEASURE = ("out", "window", "windows", "calibration", "steps")  # arguments 
 
 
 def _print(args: argparse.Namespace, found: Any, text: str) -> None:
-    print(json.dumps(found, indent=1) if args.json else text)
+    print(json_text(found) if args.json else text)
 
 
 def info(args: argparse.Namespace) -> int:

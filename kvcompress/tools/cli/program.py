@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import _C
+from ...files import json_text
 
 _ASSETS = Path(__file__).resolve().parents[3] / "assets"
 _SHIPPED = ("books-tiny", "books-tiny-bias")
@@ -59,7 +60,7 @@ def _each_model(args: argparse.Namespace, work: Callable[[Any, Any, Path], dict[
         model, tokenizer = _load(name)
         whole[short] = work(model, tokenizer, Path(args.out) / short)
     if args.json:
-        print(json.dumps(whole, indent=1))
+        print(json_text(whole))
     return 0
 
 
@@ -89,7 +90,7 @@ def _inspect(args: argparse.Namespace) -> int:
     def work(model: Any, tokenizer: Any, folder: Path) -> dict[str, Any]:
         found = inspect(model, _text(args.text), tokenizer=tokenizer, tokens=args.tokens, queries=args.queries)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "inspect.json").write_text(json.dumps(found.to_dict(), indent=1))
+        (folder / "inspect.json").write_text(json_text(found.to_dict()))
         found.plot(folder / "inspect.png")
         if not args.json:
             print(f"{found}\nwrote {folder}/inspect.json, .png\n")

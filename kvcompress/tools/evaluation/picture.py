@@ -14,7 +14,8 @@ def _pareto(axis: Any, rows: list[tuple[str, dict[str, Any]]]) -> None:
     """KL against bytes per token, both log scale; lower left is better."""
     for colour, row in rows:
         y = max(row["kl"], 1e-9)
-        error = [[max(0.0, y - max(row["kl_low"], 1e-9))], [max(0.0, row["kl_high"] - y)]]
+        low, high = (y if row[name] is None else row[name] for name in ("kl_low", "kl_high"))
+        error = [[max(0.0, y - max(low, 1e-9))], [max(0.0, high - y)]]
         hollow = {"markerfacecolor": "white"} if row["analysis_only"] else {}
         axis.errorbar(row["bytes_per_token"], y, error, fmt="o", color=colour, capsize=3, markersize=7, **hollow)
         axis.annotate(row["strategy"].replace("fake:", ""), (row["bytes_per_token"], y), fontsize=8,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...files import json_text
 from .measure import BLOCK
 
 _RESAMPLES = 1000
@@ -41,6 +41,12 @@ def _number(x: Any, form: str = ".3g") -> str:
     return "-" if missing else format(x, form)
 
 
+def with_interval(x: float | None, low: float | None, high: float | None) -> str:
+    """A number with its interval, if there is one."""
+    missing = low is None or math.isnan(low)
+    return _number(x, ".1e") + ("" if missing else f" ({low:.0e}-{high:.0e})")
+
+
 def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A text table: the first column left-aligned, the others right-aligned."""
     rows = [list(head), *map(list, lines)]
@@ -57,11 +63,12 @@ class Evaluation:
     """Result of `evaluate`. `rows`: one dict per strategy; `print` shows the table.
 
     Fields of a row, if measured: strategy; analysis_only: values rounded, but not compressed; kl, kl_low, kl_high: mean
-    over tokens in nats with 95% interval; top1: share of equal most likely tokens; ppl; ppl_reference: without a cache;
-    dppl_low, dppl_high: 95% interval of their difference; accept: acceptance rate of drafts, 0 to 1; accuracy_outside,
-    accuracy_inside, tasks: {name: {outside, inside, low, high}}; bytes, bytes_per_token; ratio: bytes of the
-    uncompressed cache / bytes; steady, peak: growth of the process in bytes; prefill, decode: in ms; decode_ratio:
-    decode time / that of the uncompressed cache, measured together; tokens_per_second.
+    over tokens in nats with 95% interval (NaN, in JSON null, for a single block of tokens or sample); top1: share of
+    equal most likely tokens; ppl; ppl_reference: without a cache; dppl_low, dppl_high: 95% interval of their
+    difference; accept: acceptance rate of drafts, 0 to 1; accuracy_outside, accuracy_inside, tasks: {name: {outside,
+    inside, low, high}}; bytes, bytes_per_token; ratio: bytes of the uncompressed cache / bytes; steady, peak: growth of
+    the process in bytes; prefill, decode: in ms; decode_ratio: decode time / that of the uncompressed cache, measured
+    together; tokens_per_second.
     """
 
     about: dict[str, Any]
@@ -103,8 +110,7 @@ class Evaluation:
             ("strategy", lambda r: r["strategy"] + ("  (analysis only)" if r["analysis_only"] else "")),
             ("B/token", lambda r: _number(r.get("bytes_per_token"), ",.0f")),
             ("ratio", lambda r: _number(r.get("ratio"), ".2f")),
-            ("KL (95%)", lambda r: f"{_number(r.get('kl'), '.1e')} ({_number(r.get('kl_low'), '.0e')}-"
-                                   f"{_number(r.get('kl_high'), '.0e')})" if "kl" in r else "-"),
+            ("KL (95%)", lambda r: with_interval(r["kl"], r["kl_low"], r["kl_high"]) if "kl" in r else "-"),
             ("top-1", lambda r: _number(r.get("top1"), ".3f")),
             ("PPL", lambda r: _number(r.get("ppl"), ".3f")),
             ("dPPL", lambda r: _number(r["ppl"] - r["ppl_reference"], "+.3f") if "ppl" in r else "-"),
@@ -145,7 +151,7 @@ class Evaluation:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         whole = {"about": self.about, "rows": self.rows, "skipped": self.skipped}
-        (folder / "results.json").write_text(json.dumps(whole, indent=1))
+        (folder / "results.json").write_text(json_text(whole))
         names = list(dict.fromkeys(k for row in self.rows for k, v in row.items() if not isinstance(v, (dict, list))))
         with (folder / "results.csv").open("w", newline="") as f:
             writer = csv.DictWriter(f, names, extrasaction="ignore")

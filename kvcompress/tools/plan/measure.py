@@ -14,11 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ...files import json_text
 from ...policies.registry import make
 from ...quantization.mixed_precision import pair
 from ..evaluation import evaluate
 from ..evaluation.data import Text
-from ..evaluation.report import grid
+from ..evaluation.report import grid, with_interval
 from ..strategy import Strategy
 from .choices import floor_of
 from .models import Model, read
@@ -66,7 +67,7 @@ class Search:
 
     def __str__(self) -> str:
         lines = [
-            [("* " if p.best else "  ") + p.strategy, f"{p.bytes:,}", f"{p.kl:.1e} ({p.kl_low:.0e}-{p.kl_high:.0e})",
+            [("* " if p.best else "  ") + p.strategy, f"{p.bytes:,}", with_interval(p.kl, p.kl_low, p.kl_high),
              f"{p.top1:.3f}"] for p in self.points
         ]  # fmt: skip
         found = (
@@ -88,7 +89,7 @@ class Search:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.chosen.options, indent=1) + "\n")
-        path.with_suffix(".report.json").write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        path.with_suffix(".report.json").write_text(json_text(self.to_dict()) + "\n")
 
 
 def _strategy(
