@@ -1,6 +1,7 @@
 """inspect and inject_outliers compared with plain computations on random models."""
 
 import copy
+from pathlib import Path
 
 import models
 import pytest
@@ -9,7 +10,7 @@ from families import family
 from transformers import DynamicCache
 
 import kvcompress
-from kvcompress.tools.evaluation import inject_outliers, inspection
+from kvcompress.tools.evaluation import inject_outliers, inspection, suite
 
 
 def fresh(name):
@@ -101,6 +102,33 @@ def test_inspection_prints_and_draws(tmp_path):
     found.plot(tmp_path / "i.png")
     assert (tmp_path / "i.png").read_bytes().startswith(b"\x89PNG")
     assert found.to_dict()["heads"] and found.channels["k"].shape == (2, 2, 32)
+
+
+@pytest.mark.parametrize("name", ["quantized_weights", "peft"])
+def test_inspect_needs_no_plain_weights(name):
+    """Weight-only quantizers and PEFT replace the linear layers; the results are those of plain weights."""
+    model, ids = copy.deepcopy(family(name)), models.ids(1, 200)[0]
+    twin = copy.deepcopy(model)
+    for layer in twin.model.layers if name == "quantized_weights" else ():
+        for module in (layer.self_attn, layer.mlp):
+            for key, part in list(module.named_children()):
+                if hasattr(part, "codes"):
+                    plain = torch.nn.Linear(1, 1, bias=part.bias is not None)
+                    plain.weight, plain.bias = torch.nn.Parameter(part.codes * part.scale), part.bias
+                    setattr(module, key, plain)
+    twin = twin.merge_and_unload() if name == "peft" else twin
+    found, want = (kvcompress.inspect(x, ids, tokens=200, queries=40) for x in (model, twin))
+    for a, b in zip(found.heads + found.layers, want.heads + want.layers, strict=True):
+        assert a == {k: x if isinstance(x, str) else pytest.approx(x, rel=1e-3) for k, x in b.items()}
+
+
+@pytest.mark.parametrize("as_path", [str, Path])
+def test_inspect_loads_a_tokenizer(as_path):
+    folder = Path(__file__).parents[2] / "assets" / "books-tiny"
+    model, tokenizer = suite.load_model(folder, None)
+    text = "It was a dark night, and the rain fell.\n" * 9
+    want = kvcompress.inspect(model, text, tokenizer=tokenizer, queries=8)
+    assert kvcompress.inspect(model, text, tokenizer=as_path(folder), queries=8).heads == want.heads
 
 
 def test_inspect_refuses():

@@ -5,6 +5,7 @@ import json
 import math
 
 import models
+import peft
 import pytest
 import torch
 from families import family
@@ -42,6 +43,19 @@ def test_a_vision_tower_keeps_its_attention(strategy, meanwhile):
     with caches.attention_for(model, Strategy(strategy)):
         assert [config._attn_implementation for config in configs] == [meanwhile, "eager"]
     assert [config._attn_implementation for config in configs] == [before, "eager"]
+
+
+def test_an_adapter_is_part_of_its_model():
+    """A PEFT model gives the results of a model with merged weights."""
+    adapted, ids = copy.deepcopy(family("peft")), models.ids(1, 400)[0]
+    merged = copy.deepcopy(adapted).merge_and_unload()
+    plain = kvcompress.evaluate(models.model("llama"), ids, "int8", **SMALL).rows[0]["ppl"]
+    for got, want in zip(*(kvcompress.evaluate(x, ids, "int8", **SMALL).rows for x in (adapted, merged)), strict=True):
+        assert got["ppl"] == pytest.approx(want["ppl"], rel=1e-4) != pytest.approx(plain, rel=1e-2)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    prompted = peft.get_peft_model(copy.deepcopy(models.model("llama")), config)
+    with pytest.raises(ValueError, match=r"got PEFT's PROMPT_TUNING, .*model\.get_base_model\(\)"):
+        kvcompress.evaluate(prompted, ids, "int8", **SMALL)
 
 
 @pytest.mark.parametrize("scored", [1, 17, 40])

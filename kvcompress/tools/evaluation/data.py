@@ -11,9 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...hf.hub import from_hub
 
 Text = str | Path | torch.Tensor | np.ndarray | list[int]
+
+
+def load_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer, or that of a folder or a name on the hub."""
+    return from_hub(AutoTokenizer, tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:

@@ -157,22 +157,21 @@ def _attention_rows(attentions: tuple[torch.Tensor, ...]) -> list[dict[str, Any]
 
 def _parts(model: PreTrainedModel) -> tuple[bool, dict[int, tuple[torch.nn.Module, Callable]]]:
     """(whether the model has latent attention; for each layer the module whose output contains keys before RoPE, and a
-    function that returns them as rows [H, T, D])."""
+    function that returns them, for H heads, as rows [H, T, D])."""
     found: dict[int, tuple[torch.nn.Module, Callable]] = {}
     for module in latent.layers(model):
         if isinstance(part := getattr(module, "kv_a_proj_with_mqa", None), torch.nn.Module):
             rope = module.qk_rope_head_dim
-            found[module.layer_idx] = part, lambda out, rope=rope: out[None, :, -rope:]
+            found[module.layer_idx] = part, lambda out, H, rope=rope: out[None, :, -rope:]
     if found:
         return True, found
+
+    def by_head(rows: torch.Tensor, H: int) -> torch.Tensor:
+        if rows.dim() == 2:  # [T, H * D]
+            rows = rows.unflatten(1, (H, -1))
+        return rows if rows.shape[0] == H else rows.transpose(0, 1)  # some norms return [H, T, D]
+
     for index, module in attention_modules(model):
-
-        def by_head(rows: torch.Tensor, module: Any = module) -> torch.Tensor:
-            H = module.k_proj.weight.shape[0] // module.head_dim
-            if rows.dim() == 2:  # [T, H * D]
-                rows = rows.unflatten(1, (H, -1))
-            return rows if rows.shape[0] == H else rows.transpose(0, 1)  # some norms return [H, T, D]
-
         found[index] = getattr(module, "k_norm", None) or module.k_proj, by_head
     return False, found
 
@@ -182,7 +181,7 @@ def inspect(
     model: PreTrainedModel,
     text: data.Text,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     tokens: int = 2048,
     queries: int = 64,
 ) -> Inspection:
@@ -200,17 +199,18 @@ def inspect(
     """
     config, queries = text_config(model.config), checks.integer("inspect: queries", queries, 1)
     tokens = checks.integer("inspect: tokens", tokens, 1)
-    ids = data.load_ids(text, tokenizer, data.vocabulary(model))
-    ids = (data.bos_of(model, tokenizer) + ids)[:tokens]
+    reader = data.load_tokenizer(tokenizer)
+    ids = data.load_ids(text, reader, data.vocabulary(model))
+    ids = (data.bos_of(model, reader) + ids)[:tokens]
     if len(ids) <= queries:
         raise ValueError(f"inspect: text: expected more than {queries} tokens, got {len(ids)}")
     is_latent, parts = _parts(model)
     before: dict[int, list[torch.Tensor]] = {index: [] for index in parts}
     hooks = []
-    for index, (part, to_heads) in parts.items():
+    for index, (part, _) in parts.items():
 
-        def note(_: Any, __: Any, out: torch.Tensor, index: int = index, to_heads: Callable = to_heads) -> None:
-            before[index].append(to_heads(out[0]))
+        def note(_: Any, __: Any, out: torch.Tensor, index: int = index) -> None:
+            before[index].append(out[0])
 
         hooks.append(part.register_forward_hook(note))
     batch, cache = data.as_batch(ids, model.device), DynamicCache(config=model.config)
@@ -224,10 +224,11 @@ def inspect(
     heads, channels = [], {}
     for kind in ("k_pre", "k", "v"):
         by_layer = []
-        for index in parts:
+        for index, (_, to_heads) in parts.items():
             layer: Any = cache.layers[index]
-            cached = layer.keys if kind == "k" else layer.values
-            x = torch.cat(before[index], 1) if kind == "k_pre" else cached[0]
+            x = (layer.keys if kind == "k" else layer.values)[0]
+            if kind == "k_pre":
+                x = torch.cat([to_heads(rows, len(x)) for rows in before[index]], 1)
             heads += _rows_of(index, kind, x)
             by_layer.append(x.float().abs().amax(1).cpu().numpy())
         if len({x.shape for x in by_layer}) == 1:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ... import _C, checks
-from ...hf.backend import evaluating
+from ...hf.backend import base_model, evaluating
 from ...hf.hub import from_hub
 from ..strategy import Strategy, expand
 from . import data, measure, tasks
@@ -121,11 +121,16 @@ def load_model(
     model: PreTrainedModel | str | Path, tokenizer: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     if isinstance(model, (str, Path)):
-        tokenizer = from_hub(AutoTokenizer, model) if tokenizer is None else tokenizer
+        tokenizer = model if tokenizer is None else tokenizer
         model = from_hub(AutoModelForCausalLM, model, dtype="auto" if torch.cuda.is_available() else torch.float32)
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"evaluate: model: expected a transformers model or its name, got {type(model).__name__}")
-    return model, AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
+    inner = base_model("evaluate", model)
+    if inner is not model and model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
+        kind = model.active_peft_config.peft_type.value  # type: ignore[union-attr]
+        raise ValueError(
+            f"evaluate: model: expected an adapter inside of the model (LoRA, ...), got PEFT's {kind}, whose prompt is "
+            "outside of it; evaluate model.get_base_model()"
+        )
+    return inner, data.load_tokenizer(tokenizer)
 
 
 def usable(
@@ -177,7 +182,8 @@ def evaluate(
     All measurements go through the cache (see `evaluation.measure`). The uncompressed cache is always included.
 
     Args:
-        model: a causal LM, its folder, or its name on the hub (loaded in fp32 on the CPU).
+        model: a causal LM, also with an adapter of PEFT, its folder, or its name on the hub (loaded in fp32 on the
+            CPU).
         text: a text, a path (.txt, or token ids in .npy), or token ids.
         strategies: one or several strategies, see `kvcompress.tools.strategy`; braces expand to a grid.
         tokenizer: the model's tokenizer, needed for a text and for tasks. Default: loaded if `model` is a name.
