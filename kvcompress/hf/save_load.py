@@ -137,8 +137,11 @@ def _about(cache: LayeredCache, layers: list[dict[str, Any]], tokens: Any) -> di
     }  # fmt: skip
 
 
-def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) -> bytes:
-    """See KVCache.save, for layers without staged tokens. Returns the digest of the file."""
+def save(
+    cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None, accepting: LayeredCache | None = None
+) -> bytes:
+    """See KVCache.save, for layers without staged tokens. Returns the digest of the file. accepting: the cache or a
+    copy, whose policies accept the last call; default: the cache."""
     path = checks.path("KVCache: save", path)
     waits = WAITING.get(os.path.realpath(path))
     if waits is not None and waits.suspended is not None:
@@ -164,7 +167,7 @@ def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) 
             continue
         store = layer.store
         store.onload()
-        state, tensors = store.state()  # may add to the scores
+        state, tensors = (accepting or cache).layers[index].store.state()  # may add to the scores
         arrays, pieces = serialize.survey(store.page_store)
         layers[-1] |= {
             "heads": store.num_kv_heads, "key_dim": store.head_dim, "value_dim": store.value_dim,

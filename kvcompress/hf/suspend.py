@@ -89,9 +89,12 @@ class MovableCache(
                 f"KVCache: save: expected layers with K and V, got the states of {self.layers[first]} at {first}, "
                 "which files do not support; use suspend() or copies, which keep them in memory"
             )
-        # Saving accepts the attention that drafts gave to other tokens; this cache may still remove it with them.
-        drafted = any(layer.has_drafts() for layer in paged_layers(self))
-        save_load.save(copy.deepcopy(self) if drafted else self, path, tokens)
+        save_load.save(self._accepting(), path, tokens)
+
+    def _accepting(self) -> Self:
+        """A cache to save: a copy if this one has drafts. Saving accepts the attention that drafts gave to other
+        tokens; this cache may still remove it with them."""
+        return copy.deepcopy(self) if any(layer.has_drafts() for layer in paged_layers(self)) else self
 
     @classmethod
     def load(
@@ -235,7 +238,8 @@ class MovableCache(
         if path is None:
             suspended: Any = {index: _pack(store) for index, store in stores.items()}
         else:
-            suspended = os.path.realpath(checks.path("KVCache: suspend", path)), save_load.save(self, path)
+            where = os.path.realpath(checks.path("KVCache: suspend", path))
+            suspended = where, save_load.save(self, path, accepting=self._accepting())
         seen = {index: store.seen for index, store in stores.items()}
         if path is not None:
             save_load.WAITING[suspended[0]] = self.forward_pass

@@ -109,3 +109,24 @@ def test_saving_between_draft_and_crop(llama, tmp_path, name):
         step = ids(1, 1, 90 + i)
         assert torch.equal(feed(llama, saving, step), feed(llama, plain, step))
     assert KVCache.load(tmp_path / "draft.kvc", llama.config).get_seq_length() == 60 + 4 * 3 + 6
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_suspending_between_draft_and_crop(llama, tmp_path, name):
+    """A cache suspended to a file while drafts may be removed goes on as one that was not suspended."""
+    moved, plain = (KVCache(llama.config, "int8", page_size=PAGE, policy=POLICIES[name]()) for _ in range(2))
+    for cache in (moved, plain):
+        feed(llama, cache, ids(1, 60))
+        cache.activate_past_recording()
+    for i in range(5):
+        for cache in (moved, plain):
+            feed(llama, cache, ids(1, 6, 10 + i))
+        for path in (tmp_path / "a.kvc", None):
+            moved.suspend(path)
+            moved.resume()
+        for cache in (moved, plain):
+            cache.crop(-4)
+        step = ids(1, 1, 90 + i)
+        assert torch.equal(feed(llama, moved, step), feed(llama, plain, step))
+    for (slots, scores), (same, wanted) in zip(known(moved), known(plain), strict=True):
+        assert slots == same and torch.equal(scores, wanted)
