@@ -25,8 +25,8 @@ from .native_layers import forget_states, put_back
 _NAME = "_attn_implementation_internal"
 _UNEVEN = (
     "KVCache: expected {} slots in each layer, got {} in layer {}: an exception interrupted a forward pass (reset() "
-    "the cache, or use a copy made before), or a model with cross-attention has updated a layer twice (pass it "
-    "transformers.EncoderDecoderCache(cache, DynamicCache()))"
+    "the cache, or use a copy made before), another thread runs one (use a cache in one thread at a time), or a model "
+    "with cross-attention has updated a layer twice (pass it transformers.EncoderDecoderCache(cache, DynamicCache()))"
 )
 _SAFER = "use int4 or kivi4, which subtract the mean, or int8"
 

@@ -137,6 +137,17 @@ def _about(cache: LayeredCache, layers: list[dict[str, Any]], tokens: Any) -> di
     }  # fmt: skip
 
 
+def _check_unchanged(surveys: list[tuple[PageStore, np.ndarray, np.ndarray]]) -> None:
+    """Raises ValueError if another thread has changed the rows or pages of a store since the survey."""
+    for store, rows, pieces in surveys:
+        arrays, now = serialize.survey(store)
+        if not (np.array_equal(arrays.rows, rows) and np.array_equal(now, pieces)):
+            raise ValueError(
+                "KVCache: save: expected a cache that no other thread uses meanwhile, got one that changed; save it "
+                "between two calls of the model"
+            )
+
+
 def save(
     cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None, accepting: LayeredCache | None = None
 ) -> bytes:
@@ -151,6 +162,7 @@ def save(
     pages: dict[str, Part] = {}
     small: dict[str, Part] = {}
     layers: list[dict[str, Any]] = []
+    surveys: list[tuple[PageStore, np.ndarray, np.ndarray]] = []
     sums: dict[int, np.ndarray] = {}  # checksums of pages, known once the pages are written, before the other parts
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, PagedLayer):
@@ -169,6 +181,7 @@ def save(
         store.onload()
         state, tensors = (accepting or cache).layers[index].store.state()  # may add to the scores
         arrays, pieces = serialize.survey(store.page_store)
+        surveys.append((store.page_store, arrays.rows, pieces))
         layers[-1] |= {
             "heads": store.num_kv_heads, "key_dim": store.head_dim, "value_dim": store.value_dim,
             "dtype": str(store.dtype).removeprefix("torch."), "seen": arrays.seen,
@@ -177,19 +190,14 @@ def save(
         pages[f"{index}.pages"] = Part(
             "U8", (n := int(pieces[:, 1].sum()),), n, _pages(store.page_store, pieces, index, sums)
         )
-        named = {
-            "entries": arrays.entries,
-            "rows": arrays.rows,
-            "slots": arrays.slots,
-            "scores": arrays.scores,
-            **tensors,
-        }
-        small |= {f"{index}.{name}": Part.of(x) for name, x in named.items() if x is not None}
+        named = {"entries": arrays.entries, "rows": arrays.rows, "slots": arrays.slots, "scores": arrays.scores}
+        small |= {f"{index}.{name}": Part.of(x) for name, x in {**named, **tensors}.items() if x is not None}
         small[f"{index}.checksum"] = Part("I64", (1,), 8, lambda i=index: sums[i])  # type: ignore[misc]
     about = _about(cache, layers, tokens)
     digests = []
 
     def seal() -> np.ndarray:
+        _check_unchanged(surveys)
         digests.append(_digest(about, ((name, small[name].data().tobytes()) for name in sorted(small))))
         return np.frombuffer(digests[0], np.uint8)
 

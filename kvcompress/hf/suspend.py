@@ -77,19 +77,21 @@ class MovableCache(
 
         tokens: int [seen] or [B, seen], the token ids of the cache; a hash of them is stored.
 
-        Raises OSError (an existing file is then unchanged); ValueError for a wrong number of tokens, layers with states
-        (linear attention), a suspended cache, a path that a suspended cache uses, a forward pass that stopped between
-        layers, and the errors of `check`.
+        No other thread may use the cache meanwhile, as in all its methods. Raises OSError (an existing file is then
+        unchanged); ValueError for a wrong number of tokens, layers with states (linear attention), a suspended cache, a
+        path that a suspended cache uses, a forward pass that stopped between layers, a cache that another thread
+        changes (if it is noticed), and the errors of `check`.
         """
         self.forward_pass.check_there()
         self.check()
-        self.forward_pass.check_even()
         if (first := next((i for i, x in enumerate(self.layers) if native_layers.has_states(x)), None)) is not None:
             raise ValueError(
                 f"KVCache: save: expected layers with K and V, got the states of {self.layers[first]} at {first}, "
                 "which files do not support; use suspend() or copies, which keep them in memory"
             )
-        save_load.save(self._accepting(), path, tokens)
+        accepting = self._accepting()
+        accepting.forward_pass.check_even()
+        save_load.save(accepting, path, tokens)
 
     def _accepting(self) -> Self:
         """A cache to save: a copy if this one has drafts. Saving accepts the attention that drafts gave to other

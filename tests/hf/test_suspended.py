@@ -13,6 +13,8 @@ from models import ids
 from test_files import same
 
 from kvcompress import _C, KVCache
+from kvcompress.policies import H2O
+from kvcompress.store import serialize
 
 
 def test_where_a_suspended_cache_waits_nobody_writes(llama, tmp_path, monkeypatch):
@@ -118,6 +120,29 @@ def test_files_of_models_whose_layers_share(name, tmp_path):
     cache.save(tmp_path / "a.kvc")
     twin = KVCache.load(tmp_path / "a.kvc", m.config)
     assert torch.equal(feed(m, cache, ids(1, 3, 5)), feed(m, twin, ids(1, 3, 5)))
+
+
+@pytest.mark.parametrize("during", ["survey", "gather"])
+@pytest.mark.parametrize("fmt, policy", [("int8", None), ("int4", H2O(32, slack=4))])
+def test_a_cache_that_changes_while_it_is_saved(llama, tmp_path, monkeypatch, during, fmt, policy):
+    """As by another thread that runs a step: the file before is not replaced by a mixture."""
+    cache, path = KVCache(llama.config, fmt, page_size=P, policy=policy), tmp_path / "a.kvc"
+    feed(llama, cache, ids(1, 40))
+    cache.save(path)
+    whole, meanwhile, plain = path.read_bytes(), [1], getattr(serialize, during)
+
+    def step(*args):
+        found = plain(*args)
+        if meanwhile and meanwhile.pop():
+            feed(llama, cache, ids(1, 1))
+        return found
+
+    monkeypatch.setattr(serialize, during, step)
+    with pytest.raises(ValueError, match="expected a cache that no other thread uses meanwhile"):
+        cache.save(path)
+    assert path.read_bytes() == whole and len(list(tmp_path.iterdir())) == 1
+    cache.save(path)
+    assert torch.equal(feed(llama, KVCache.load(path, llama.config), ids(1, 3, 5)), feed(llama, cache, ids(1, 3, 5)))
 
 
 def test_an_interrupted_pass_is_not_saved(llama, tmp_path):
