@@ -207,9 +207,8 @@ static PyMethodDef methods[] = {
     {"unref", (PyCFunction)(void (*)(void))pool_unref, METH_O,
      "unref(offset): removes a reference; the last one frees the slot."},
     {"take", (PyCFunction)(void (*)(void))pool_take, METH_FASTCALL,
-     "take(int64 sizes, offsets=None) -> offsets, each with one reference: all or none (MemoryError). offsets: array "
-     "to "
-     "write them to, of -1, so that the caller has them even if Ctrl-C comes as the call returns."},
+     "take(int64 sizes, offsets=None) -> offsets, each with one reference: all or none (MemoryError). offsets: an "
+     "array of -1 to write them to, so that the caller has them even if Ctrl-C comes as the call returns."},
     {"drop", (PyCFunction)(void (*)(void))pool_drop, METH_O, "drop(int64 offsets): removes a reference from each."},
     {"refs", (PyCFunction)(void (*)(void))pool_refs, METH_O,
      "refs(offset) -> number of references to the slot; 0 if there is none."},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from ... import _C, checks
 from ...hf.backend import base_model, evaluating
 from ...hf.hub import from_hub
+from ...quantization.calibration import Calibration
 from ..strategy import Strategy, expand
 from . import data, measure, tasks
 from .caches import open_cache
@@ -52,10 +52,10 @@ class Settings:
             raise ValueError(f"evaluate: tasks: expected names out of {', '.join(tasks.TASKS)}, got {unknown}")
 
 
-def _calibration_hash(strategy: Strategy) -> dict[str, str]:
-    """{"calibration": hash of the file} of a strategy with a calibration, else {}: its path may get another content."""
+def _calibration_digest(strategy: Strategy) -> dict[str, str]:
+    """{"calibration": its digest} of a strategy with a calibration, else {}: its path may get another content."""
     file = strategy.options.get("calibration")
-    return {} if file is None else {"calibration": hashlib.sha256(Path(str(file)).read_bytes()).hexdigest()[:16]}
+    return {} if file is None else {"calibration": Calibration.of(file).digest()}
 
 
 class _Run:
@@ -80,7 +80,7 @@ class _Run:
                 shared.append({"kind": "task", "task": task, "sample": s.seed * 1000 + i, **how})
         if s.cost:
             shared.append({"kind": "cost", "context": s.context, "steps": s.steps, "threads": torch.get_num_threads()})
-        own = [{"strategy": str(x), **_calibration_hash(x)} for x in strategies]
+        own = [{"strategy": str(x), **_calibration_digest(x)} for x in strategies]
         return [{**what, **x, **self.same} for what in shared for x in own]
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
